@@ -94,6 +94,7 @@ FUNCTIONS = {  # with their required arguments: what they look at before an op's
     "memory_efficient_attention": {"query": HEADS, "key": HEADS, "value": HEADS, "num_heads": 2},
     "memory_efficient_linear": {"x": X, "weight": X},
     "rmsnorm": {"x": X, "weight": W},
+    "softmax": {"x": X},
     "softmax_dropout": {"x": X, "p": 0.1},
     "tvd": {"x": X, "target": X},
 }

@@ -449,7 +449,7 @@ LOSSES = [
         "loss_type",
         lambda: nn.preference_loss(r(4, 5, 8), W, ids(4, 5), loss_type="dpo"),
         ValueError,
-        "loss_type is 'dpo'",
+        "loss_type must be one of .* got 'dpo'",
     ),
     ("ref", lambda: nn.preference_loss(r(4, 5, 8), W, ids(4, 5), ref_logps=r(1)), ValueError, "ref_logps must be"),
     ("beta", lambda: nn.preference_loss(r(4, 5, 8), W, ids(4, 5), beta=NAN), ValueError, "beta must be finite"),

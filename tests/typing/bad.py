@@ -15,6 +15,8 @@ y, total, statistics = ops.add_rms_norm(x, x)  # error
 number: int = ops.linear_cross_entropy(x, x, x)  # error
 ops.linear_cross_entropy(x, x, x, grad_mask=[True, True, True])  # error
 ops.attention(x, x, x, x)  # error
+ops.softmax(x, -1)  # error
+ops.softmax(x, dim=-1)  # error
 tilesmith.optimize(x)  # error
 tilesmith.optimize(torch.nn.Linear(8, 8), strict=True, exclud="rope")  # error
 ops.Mask(causl=True)  # error

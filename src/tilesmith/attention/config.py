@@ -75,7 +75,10 @@ class AttentionConfig:
             )
         if not isinstance(self.pattern, AttentionPatterns):
             known = ", ".join(member.name for member in AttentionPatterns)
-            raise TypeError(f"{name}: pattern must be an AttentionPatterns ({known}), got {self.pattern!r}")
+            raise TypeError(
+                f"{name}: pattern must be an AttentionPatterns ({known}), got {self.pattern!r}; "
+                "write AttentionPatterns.CAUSAL, for example"
+            )
         self._check_pattern(name)
 
     def _check_pattern(self, name: str) -> None:

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith.attention.ring import attention_terms
 from tilesmith.distributed import Layout, LocalRing, Ring, context_parallel_attention, ring_of
-from tilesmith.engine.argument_checks import size, tensor
+from tilesmith.distributed.attention import MODES
+from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
 
 
 class ContextParallelAttention(nn.Module):
@@ -42,10 +43,10 @@ class ContextParallelAttention(nn.Module):
         sizes = {"d_model": d_model, "num_heads": num_heads, "context_parallel_size": context_parallel_size}
         for argument, value in sizes.items():
             size(name, argument, value)
-        if d_model % num_heads:
-            raise ValueError(
-                f"{name}: num_heads is {num_heads}, which does not divide d_model, {d_model}; take a divisor"
-            )
+        divides(name, "num_heads", num_heads, "d_model", d_model)
+        choice(name, "mode", mode, MODES)
+        flag(name, "causal", causal)
+        flag(name, "bias", bias)
         self.d_model, self.num_heads, self.context_parallel_size = d_model, num_heads, context_parallel_size
         self.mode, self.causal = mode, causal
         self.ring = _ring(name, context_parallel_size, device_mesh)

@@ -43,7 +43,8 @@ class FlashAttention3(Attention):
         name = type(self).__name__
         size(name, "d_model", d_model)
         size(name, "num_heads", num_heads)
-        flag(name, "causal", causal)
+        for argument, value in {"causal": causal, "bias": bias, "qk_norm": qk_norm}.items():
+            flag(name, argument, value)
         if max_sequence_length is not None:
             size(name, "max_sequence_length", max_sequence_length)
         super().__init__(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.attention.budget import checked_sparsity
-from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.argument_checks import flag, located, size
 from tilesmith.ops.attn.mask import Blocks
 
 
@@ -68,7 +68,7 @@ def pattern_blocks(
     flag(of, "causal", causal)
     sparsity = checked_sparsity(of, sparsity_ratio)
     with torch.inference_mode(False):  # they are kept, and a later call may save them for its backward
-        return _blocks(pattern, tokens, keys, sparsity, heads, block_size, causal, seed, torch.device(device))
+        return _blocks(pattern, tokens, keys, sparsity, heads, block_size, causal, seed, located(of, "device", device))
 
 
 @lru_cache(maxsize=32)

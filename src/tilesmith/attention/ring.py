@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, context_parallel_attention, ring_of
-from tilesmith.distributed.attention import Group
-from tilesmith.engine.argument_checks import size, tensor
+from tilesmith.distributed.attention import MODES, Group
+from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
 
 
 class RingAttentionLayer(nn.Module):
@@ -18,7 +18,8 @@ class RingAttentionLayer(nn.Module):
     the parameters, the first GPU if None and there is one. group: a process group, DeviceMesh or Ring of
     torch.distributed whose ranks hold the sequence by tokens (`tilesmith.distributed.Layout.zigzag` if `causal`, else
     contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`. causal: no key behind a
-    query. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide d_model.
+    query. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide d_model,
+    and for another mode.
     """
 
     def __init__(
@@ -38,11 +39,10 @@ class RingAttentionLayer(nn.Module):
         sizes = {"d_model": d_model, "num_heads": num_heads, "max_sequence_length": max_sequence_length}
         for name, value in sizes.items():
             size("RingAttentionLayer", name, value)
-        if d_model % num_heads:
-            raise ValueError(
-                f"RingAttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}; "
-                "take a divisor"
-            )
+        divides("RingAttentionLayer", "num_heads", num_heads, "d_model", d_model)
+        choice("RingAttentionLayer", "mode", mode, MODES)
+        flag("RingAttentionLayer", "causal", causal)
+        flag("RingAttentionLayer", "bias", bias)
         self.d_model, self.num_heads, self.max_sequence_length = d_model, num_heads, max_sequence_length
         self.group, self.mode, self.causal = group, mode, causal
         if device is None and torch.cuda.is_available():

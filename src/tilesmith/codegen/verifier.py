@@ -60,7 +60,10 @@ _SUBGROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def verify(ir: KernelIR, limits: Limits | None = None) -> None:
-    """Raise KernelError at the first thing that is wrong, with its line; with `limits`, also if it exceeds a device."""
+    """Raise KernelError at the first thing that is wrong, with its line; with `limits`, also if it exceeds a device.
+    TypeError for what is no KernelIR."""
+    if not isinstance(ir, KernelIR):
+        raise TypeError(f"verify: ir must be a KernelIR, got {type(ir).__name__}; make one of a kernel by `build`")
     _Verifier(ir).run()
     fits(ir, limits)
 

@@ -12,7 +12,7 @@ from tilesmith._lazy import lazy_names
 _HOMES = {
     "context_parallel_attention": "tilesmith.distributed.attention",
     "expert_parallel": "tilesmith.distributed.experts",
-    "explain_context_parallel": "tilesmith.distributed.attention",
+    "explain_context_parallel": "tilesmith.distributed.explanation",
     "ring_of": "tilesmith.distributed.attention",
     "Decision": "tilesmith.distributed.cost",
     "Estimate": "tilesmith.distributed.cost",

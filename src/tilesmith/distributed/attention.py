@@ -24,6 +24,7 @@ from tilesmith.distributed.schedule import HeadPart, Schedule, head_parts, sched
 from tilesmith.engine.argument_checks import probability
 from tilesmith.ops.attn.checks import check_shapes
 
+LAYOUTS = ("zigzag", "contiguous")
 MODES = ("auto", "allgather", "ulysses", "ring", "hybrid")
 NAME = "context_parallel_attention"
 EVERYTHING, SCALED = ops.Mask(), ops.Score()
@@ -100,7 +101,7 @@ def context_parallel_attention(
     }  # fmt: skip
     ring.agree({r: {**_shapes(shards[r]), **numbers} for r in ring.ranks}, f"{NAME}, forward")
     placed = _placed(layout, ring.size, first.shape[2])
-    sight = _sight(mask)
+    sight = sight_of(mask)
     _refuse(mask, score, shards, placed, starts, ring)
     decision = _decide(shards, placed, starts, sight, mask, score, mode, degree, ring)
     plan = _plan(shards, placed, starts, sight, decision)
@@ -112,31 +113,6 @@ def context_parallel_attention(
     if local:
         return flat[0], flat[1]
     return list(flat[0::2]), list(flat[1::2])
-
-
-def explain_context_parallel(
-    tokens: int,
-    size: int,
-    *,
-    heads: int,
-    kv_heads: int | None = None,
-    head_dim: int = 128,
-    batch: int = 1,
-    mask: ops.Mask = EVERYTHING,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    layout: Layout | str = "zigzag",
-    machine: cost.Machine | None = None,
-    device: torch.device | str = "cpu",
-) -> cost.Decision:
-    """Which mode "auto" takes for such a call, why, and what the model says of every mode.
-
-    tokens: of the whole sequence; size: ranks; the other sizes are those of q and k. machine: the model's facts, those
-    of `device` if None. Nothing is run.
-    """
-    placed = getattr(Layout, layout)(tokens, size) if isinstance(layout, str) else layout
-    starts = (0, placed.tokens) if cu_seqlens is None else boundaries(cu_seqlens)
-    problem = cost.Problem(placed, starts, _sight(mask), batch, heads, kv_heads or heads, head_dim)
-    return cost.choose(problem, machine or cost.machine_of(torch.device(device)))
 
 
 def ring_of(group: Group, timeout: float = 600.0) -> Ring:
@@ -237,7 +213,7 @@ def _digest(value: Any) -> str | None:
 
 def _placed(layout: Layout | str, size: int, tokens: int) -> Layout:
     if isinstance(layout, str):
-        if layout not in ("zigzag", "contiguous"):
+        if layout not in LAYOUTS:
             raise ValueError(f"{NAME}: layout must be a Layout, 'zigzag' or 'contiguous', got {layout!r}")
         if layout == "zigzag" and tokens % 2:
             raise ValueError(
@@ -255,7 +231,8 @@ def _placed(layout: Layout | str, size: int, tokens: int) -> Layout:
     return layout
 
 
-def _sight(mask: ops.Mask) -> Sight:
+def sight_of(mask: ops.Mask) -> Sight:
+    """How far before and behind itself a query sees."""
     lowered = mask.lower()
     left, right = (lowered.get(f"window_{side}", -1) for side in ("left", "right"))
     if lowered.get("causal"):

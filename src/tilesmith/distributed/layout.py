@@ -87,8 +87,16 @@ class Layout:
         ranges = tuple(joined(sorted(span for r in group for span in self.ranges[r])) for group in members)
         return Layout(self.tokens, ranges, max((length(each) for each in ranges), default=0))
 
+    def _check_rank(self, method: str, rank: int) -> None:
+        if checked_size(f"Layout.{method}", "rank", rank, 0) >= self.size:
+            raise ValueError(
+                f"Layout.{method}: rank is {rank}; the layout has {self.size} ranks, so give one from 0 to "
+                f"{self.size - 1}"
+            )
+
     def positions(self, rank: int, fill: int = 0) -> Tensor:
         """The place in the sequence of each local token, int64 [local]; `fill` for padding."""
+        self._check_rank("positions", rank)
         found = torch.full((self.local,), fill, dtype=torch.int64)
         at = 0
         for start, stop in self.ranges[rank]:
@@ -99,10 +107,14 @@ class Layout:
     def shard(self, x: Tensor, rank: int, dim: int = 1, fill: float = 0) -> Tensor:
         """What `rank` holds of x, whose `dim` are the tokens of the sequence; padding is `fill`.
 
-        Differentiable. Raises ValueError where x has another number of tokens.
+        Differentiable. Raises ValueError where x has another number of tokens, and for a rank that there is not.
         """
+        self._check_rank("shard", rank)
         if x.shape[dim] != self.tokens:
-            raise ValueError(f"Layout.shard: x has {x.shape[dim]} tokens in dim {dim}, the layout {self.tokens}")
+            raise ValueError(
+                f"Layout.shard: x has {x.shape[dim]} tokens in dim {dim}, the layout {self.tokens}; give the whole "
+                "sequence, and its dim of tokens"
+            )
         parts = [x.narrow(dim, start, stop - start) for start, stop in self.ranges[rank]]
         missing = self.local - length(self.ranges[rank])
         if missing or not parts:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import located
+
 Signature = Mapping[str, Any]  # what must be the same on all ranks, by name
 
 
@@ -61,7 +63,7 @@ class LocalRing:
             devices = ["cpu"] * devices
         if not devices:
             raise ValueError("LocalRing: devices must name at least one device, got none")
-        self.devices = tuple(torch.device(device) for device in devices)
+        self.devices = tuple(located("LocalRing", "devices", device) for device in devices)
         self.size = len(self.devices)
         self.ranks = tuple(range(self.size))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilesmith.engine.arguments import dense, shown
+from tilesmith.engine import torch_private
+from tilesmith.engine.arguments import as_tensor, dense, shown
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -41,7 +43,7 @@ def attributed_to(*inner: str) -> Callable[[Callable[..., Any]], Callable[..., A
 def tensor(op: str, name: str, x: Any, dims: tuple[str, ...] | None = None) -> None:
     """Raise TypeError unless x is a dense tensor; ValueError unless it has `dims`, which only name them."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {_came(x)}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {_came(x)}{as_tensor(x)}")
     dense(op, name, x)
     if dims is not None and x.ndim != len(dims):
         raise ValueError(f"{op}: {name} must be [{', '.join(dims)}], got {list(x.shape)}")
@@ -50,7 +52,10 @@ def tensor(op: str, name: str, x: Any, dims: tuple[str, ...] | None = None) -> N
 def floating(op: str, name: str, x: Tensor) -> None:
     """TypeError unless x has one of `FLOATS`."""
     if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+        raise TypeError(
+            f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served: cast it, as "
+            "with .float()"
+        )
 
 
 def one_device(op: str, name: str, x: Tensor, other: str, y: Tensor) -> None:
@@ -79,10 +84,40 @@ def shaped(op: str, name: str, x: Any, *shapes: tuple[int, ...], device: torch.d
         raise ValueError(f"{op}: {name} is on {x.device}; it must be on {device}, as the other tensors")
 
 
-def size(op: str, name: str, value: Any, least: int = 1) -> int:
-    """value, an int of at least `least`, or an error."""
+def readable(x: Tensor) -> bool:
+    """Whether a check may look at the numbers in x: on a CPU, in eager mode. Elsewhere asking waits for the device, or
+    has no answer."""
+    known = type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return known and torch_private.functorch() is None
+
+
+def packed(name: str, x: Tensor, tokens: int | None = None) -> None:
+    """ValueError unless the starts of packed documents [N + 1] ascend from 0, to `tokens` at most; where `readable`."""
+    if not readable(x):
+        return
+    values = x.tolist()
+    if values[0] != 0 or any(b < a for a, b in pairwise(values)):
+        raise ValueError(
+            f"{name} holds {values[:8]}; it must ascend from 0: the start of each document and the end of the last, "
+            "make it of a 0 and lengths.cumsum(0)"
+        )
+    if tokens is not None and values[-1] > tokens:
+        raise ValueError(
+            f"{name} ends at {values[-1]}; there are {tokens} tokens, and it must end at {tokens} or before: give the "
+            "starts of the documents of this row"
+        )
+
+
+def integer(op: str, name: str, value: Any) -> int:
+    """value, or TypeError unless it is an int."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {_came(value)}")
+    return value
+
+
+def size(op: str, name: str, value: Any, least: int = 1) -> int:
+    """value, an int of at least `least`, or an error."""
+    integer(op, name, value)
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     return value
@@ -99,12 +134,21 @@ def number(op: str, name: str, value: Any, least: float | None = None) -> float:
     return value
 
 
+def positive(op: str, name: str, value: Any) -> float:
+    """value, a finite number above 0, or an error."""
+    if type(value) is float and 0.0 < value < float("inf"):  # the usual case, on the way of every call
+        return value
+    if number(op, name, value) <= 0:
+        raise ValueError(f"{op}: {name} must be above 0, got {value}")
+    return value
+
+
 def probability(op: str, name: str, p: Any) -> float:
     """p as a float, or an error unless it is a number in [0, 1)."""
     if type(p) is not float and (isinstance(p, bool) or not isinstance(p, numbers.Real | torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number in [0, 1), got {_came(p)}")
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"{op}: {name} must be in [0, 1), got {p}")
+        raise ValueError(f"{op}: {name} must be in [0, 1), got {p}; give the share that is dropped")
     return float(p)
 
 
@@ -113,6 +157,22 @@ def flag(op: str, name: str, value: Any) -> bool:
     if not isinstance(value, bool | torch.SymBool):
         raise TypeError(f"{op}: {name} must be True or False, got {_came(value)}")
     return value
+
+
+def divides(op: str, name: str, value: int, whole_name: str, whole: int) -> None:
+    """ValueError unless value, a number of heads or groups, divides whole."""
+    if whole % value:
+        raise ValueError(f"{op}: {name} is {value}, which does not divide {whole_name}, {whole}; take a divisor")
+
+
+def located(op: str, name: str, value: Any) -> torch.device:
+    """value as a device, or ValueError where torch knows none of that name."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"{op}: {name} must be a torch.device or its name, got {_came(value)}; write 'cuda', 'cuda:0' or 'cpu'"
+        ) from None
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> str:

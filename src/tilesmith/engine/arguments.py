@@ -66,7 +66,8 @@ def checked(
             if a is None and optional:
                 continue
             if not _is(a, classes) or (elements and not all(_is(e, elements) for e in a)):
-                raise TypeError(f"{name}: {n} must be {allowed}, got {shown(a)}")
+                instead = as_tensor(a) if Tensor in classes else ""
+                raise TypeError(f"{name}: {n} must be {allowed}, got {shown(a)}{instead}")
             if isinstance(a, Tensor):
                 dense(name, n, a)
             if isinstance(a, float) and not -math.inf < a < math.inf:
@@ -113,6 +114,12 @@ def together(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
         return run
 
     return decorate
+
+
+def as_tensor(value: Any) -> str:
+    """What to do with numbers that are no tensor yet."""
+    numbers_in = isinstance(value, list | bool | int | float) or type(value).__module__ == "numpy"
+    return "; make it one with torch.as_tensor" if numbers_in else ""
 
 
 def dense(name: str, parameter: str, x: Tensor) -> None:

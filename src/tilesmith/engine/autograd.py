@@ -147,8 +147,11 @@ class Gradient:
         def vmap(info, in_dims, pin, *args):
             return _vmap(op, info.batch_size, in_dims[1:], args, pin, gradient.transformed.apply)
 
+        def jvp(ctx, *tangents):
+            raise no_forward_mode(op.name)
+
         def make(**methods):
-            static = {name: staticmethod(fn) for name, fn in methods.items()}
+            static = {name: staticmethod(fn) for name, fn in {**methods, "jvp": jvp}.items()}
             return type(f"{op.name}_function", (torch.autograd.Function,), static)
 
         eager = make(forward=forward, backward=backward_eager)
@@ -195,6 +198,19 @@ class Way:
         self.keep = gradient.save_function(self.present, unread)
         plain = True in needs and gradient.plan is not None and not gradient.refusal
         self.back = gradient.route(needs, self.present, self.returned) if plain else None
+
+
+def no_forward_mode(name: str) -> NotImplementedError:
+    """The error of a call whose arguments have tangents."""
+    return NotImplementedError(
+        f"{name}: there is no forward-mode gradient (torch.func.jvp, jacfwd, hessian, linearize; forward_ad); take "
+        "reverse mode, torch.func.vjp or jacrev, or PyTorch's own function"
+    )
+
+
+def has_tangents(args: tuple) -> bool:
+    """Whether a dual number of torch.autograd.forward_ad is among the arguments."""
+    return any(isinstance(a, Tensor) and torch.autograd.forward_ad.unpack_dual(a).tangent is not None for a in args)
 
 
 def _like(tensor: Tensor | None) -> tuple[torch.dtype, int, int] | None:

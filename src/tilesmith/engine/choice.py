@@ -136,7 +136,9 @@ def check_pin(where: str, known: Mapping[str, Any], name: str, backend: Any) -> 
     if not isinstance(backend, str):
         raise TypeError(f"{where}: {name} must be the name of a backend, got {shown(backend)}")
     if parse_pin(backend, f"{where}: {name}")[0] not in op.backends():
-        raise ValueError(f"{where}: {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}")
+        raise ValueError(
+            f"{where}: {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}; pin one of them"
+        )
 
 
 def choose(op: Any, call: Any, pin: str, device: Any, ask: bool = False) -> Choice:

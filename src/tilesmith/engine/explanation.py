@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.choice import Asked, Choice, asking
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
+from tilesmith.hardware.detect import Arch
 
 
 def _asked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -45,6 +47,10 @@ def explain(
     Raises ValueError for an unknown name or arch, TypeError for something that is not an op.
     """
     name = _name_of(op)
+    flag("explain", "compiled", compiled)
+    flag("explain", "gradient", gradient)
+    if arch is not None and not isinstance(arch, str | Arch):
+        raise TypeError(f"explain: arch must be the name of an architecture, got {shown(arch)}; write 'sm90'")
     found = ops().get(name)
     if found is None and name in PLAIN:
         return f"{name}: a plain callable ({PLAIN[name][1]}); called as it is, never dispatched"

@@ -16,6 +16,7 @@ from tilesmith.engine import Op
 
 GB = 10**9
 FAR = 1e9  # more GB than there are
+MOST = 1e6  # GB of a bound; what is beyond was meant in bytes
 FEWEST_ROWS = 128  # a product of fewer rows takes as long
 # what the matrix library keeps on an accelerator for the threads of forward and backward: 32 MiB each on Hopper, twice
 WORKSPACES = 2**27
@@ -43,7 +44,8 @@ class MemoryConfig:
     A call that names its own chunk (`chunk_tokens`, `chunk_rows`) is left alone. The innermost `with` counts. A
     backward runs with the chunks of its forward; torch.compile keeps those of its trace.
 
-    Raises ValueError unless 0 <= min_memory_gb <= target_memory_gb <= max_memory_gb and the target is positive.
+    Raises ValueError for more than a million GB, which were meant in bytes, and unless 0 <= min_memory_gb <=
+    target_memory_gb <= max_memory_gb and the target is positive.
     """
 
     max_memory_gb: float | None = None
@@ -57,6 +59,13 @@ class MemoryConfig:
                 raise TypeError(f"MemoryConfig: {name} must be a number of GB, got {value!r}")
         if self.min_memory_gb is None:
             raise TypeError("MemoryConfig: min_memory_gb must be a number of GB, got None")
+        for name in ("max_memory_gb", "min_memory_gb", "target_memory_gb"):
+            value = getattr(self, name)
+            if value is not None and MOST < value < math.inf:
+                raise ValueError(
+                    f"MemoryConfig: {name} is {value:g} GB, more than any device has; give GB of 10^9 bytes: "
+                    f"{value / GB:g} for {value:g} bytes, or None for no bound"
+                )
         low, target, high = self.min_memory_gb, self.target, self.limit
         if not 0.0 <= low <= target <= high or target == 0.0:
             raise ValueError(

@@ -17,7 +17,7 @@ from torch.library import infer_schema
 from tilesmith.engine import inductor, torch_private, tracing
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.arguments import always, binder, checked
-from tilesmith.engine.autograd import Gradient, Way, register_loop_vmap
+from tilesmith.engine.autograd import Gradient, Way, has_tangents, no_forward_mode, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel, as_written
@@ -270,6 +270,8 @@ class Op:
     def _dispatched(self, args: tuple, pin: str) -> Any:
         if torch_private.knows_functorch and _functorch() is not None and self.gradient is not None:
             return self.gradient.transformed.apply(pin, *args)
+        if has_tangents(args):  # which torch's dispatcher would leave out
+            raise no_forward_mode(self.name)
         return self.handle(*args, pin=pin)
 
     def _passed_on(self, args: tuple, pin: str) -> Ready:

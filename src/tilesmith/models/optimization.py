@@ -10,6 +10,8 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from tilesmith import rewrite
+from tilesmith.engine.argument_checks import flag
+from tilesmith.engine.arguments import suggestion
 from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.methods import AttentionMethodRule
@@ -115,12 +117,15 @@ def optimize(
         takes everything back, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module, or `graphs` no bool. ValueError: `only` names no rule; `exclude`, without a
-            wildcard, names neither a rule nor a module; `compile` is something else; no block repeats for `compile` or
-            `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
+        TypeError: `model` is not a module, `strict` or `graphs` no bool. ValueError: `only` names no rule; `exclude`,
+        without a wildcard, names neither a rule nor a module; `compile` is something else; no block repeats for
+        `compile` or `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}; optimize takes a torch.nn.Module")
+        raise TypeError(
+            f"optimize: model is {type(model).__name__}; it must be a torch.nn.Module: give the model itself, not its "
+            "name or its state_dict"
+        )
     for name, value in (("only", only), ("exclude", exclude)):
         if value is None and name == "only":
             continue
@@ -130,19 +135,22 @@ def optimize(
     wanted = names if only is None else [only] if isinstance(only, str) else list(only)
     unknown = [name for name in wanted if name not in names]
     if unknown:
-        raise ValueError(f"only names {', '.join(unknown)}; the rules are {', '.join(names)}")
+        raise ValueError(
+            f"optimize: only names {', '.join(unknown)}; the rules are {', '.join(names)}. "
+            f"{suggestion(unknown[0], names)}"
+        )
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     known = {*names, *(fqn for fqn, _ in model.named_modules())}
     unknown = [pattern for pattern in patterns if pattern not in known and not set(pattern) & set("*?[")]
     if unknown:
         raise ValueError(
-            f"exclude names {', '.join(unknown)}, neither a module of the model nor a rule; the rules are "
-            f"{', '.join(names)}"
+            f"optimize: exclude names {', '.join(unknown)}, neither a module of the model nor a rule; give a module's "
+            f"name, a pattern, or one of the rules {', '.join(names)}"
         )
     if compile not in (None, "between"):
         raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
-    if not isinstance(graphs, bool):
-        raise TypeError(f"optimize: graphs is {graphs!r}; it is True or False")
+    flag("optimize", "graphs", graphs)
+    flag("optimize", "strict", strict)
     if is_attached(model):
         raise ValueError(
             "optimize: fit_sequence has planned this model, and its plan counts what optimize does; call undo() of the "
@@ -190,7 +198,7 @@ def undo(model: Model) -> Model:
     Returns `model`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}; undo takes a torch.nn.Module")
+        raise TypeError(f"undo: model is {type(model).__name__}; it must be a torch.nn.Module, as optimize returns it")
     rewrite.undo(model)
     detach(model)
     for module in model.modules():

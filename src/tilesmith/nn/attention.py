@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import number, probability, size, tensor
+from tilesmith.engine.argument_checks import divides, flag, number, positive, probability, size, tensor
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import RotaryEmbedding
@@ -59,18 +59,16 @@ class Attention(nn.Module):
             size("Attention", "window", window, 0)
         probability("Attention", "dropout", dropout)
         number("Attention", "softcap", softcap, 0.0)
-        if scale is not None and number("Attention", "scale", scale) <= 0:
-            raise ValueError(f"Attention: scale must be above 0, got {scale}")
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads is {num_kv_heads}, which does not divide num_heads, {num_heads}; take a divisor"
-            )
+        flag("Attention", "bias", bias)
+        flag("Attention", "qk_norm", qk_norm)
+        if scale is not None:
+            positive("Attention", "scale", scale)
+        divides("Attention", "num_kv_heads", num_kv_heads, "num_heads", num_heads)
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ValueError(
-                    f"num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}; "
-                    "take a divisor, or give "
-                    "head_dim"
+                    f"Attention: num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}; "
+                    "take a divisor, or give head_dim"
                 )
             head_dim = hidden_size // num_heads
         self.hidden_size = hidden_size

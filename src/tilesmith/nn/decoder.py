@@ -9,12 +9,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import number, probability, size, tensor
+from tilesmith.engine.argument_checks import (
+    choice,
+    divides,
+    flag,
+    number,
+    positive,
+    probability,
+    readable,
+    size,
+    tensor,
+)
 from tilesmith.nn.attention import Attention, SharedSequence
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.experts import Experts, MixtureOfExperts, Router
-from tilesmith.nn.mlp import GatedMLP
-from tilesmith.nn.norm import RMSNorm
+from tilesmith.nn.mlp import GATED, GatedMLP
+from tilesmith.nn.norm import CASTINGS, RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
 
 
@@ -83,6 +93,34 @@ class DecoderConfig:
             probability("DecoderConfig", name, getattr(self, name))
         for name in ("softcap", "logit_softcap", "norm_eps", "init_std", "router_balance", "router_z"):
             number("DecoderConfig", name, getattr(self, name), 0.0)
+        number("DecoderConfig", "norm_offset", self.norm_offset)
+        positive("DecoderConfig", "rope_theta", self.rope_theta)
+        if self.window is not None:
+            size("DecoderConfig", "window", self.window, 0)
+        for name in ("rope_interleaved", "qk_norm", "attention_bias", "tie_embeddings"):
+            flag("DecoderConfig", name, getattr(self, name))
+        choice("DecoderConfig", "activation", self.activation, GATED)
+        choice("DecoderConfig", "norm_casting", self.norm_casting, CASTINGS)
+        choice("DecoderConfig", "router_scores", self.router_scores, ("softmax", "sigmoid"))
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        """Raise where heads do not divide, or more of a head is rotated than it has."""
+        kv_heads, head_dim = self.num_kv_heads or self.num_heads, self.head_dim
+        divides("DecoderConfig", "num_kv_heads", kv_heads, "num_heads", self.num_heads)
+        if head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise ValueError(
+                    f"DecoderConfig: num_heads is {self.num_heads}, which does not divide hidden_size, "
+                    f"{self.hidden_size}; take a divisor, or give head_dim"
+                )
+            head_dim = self.hidden_size // self.num_heads
+        rotary_dim = self.rotary_dim or head_dim
+        if rotary_dim > head_dim or rotary_dim % 2:
+            raise ValueError(
+                f"DecoderConfig: rotary_dim is {rotary_dim}; rotation works on pairs of the {head_dim} features of a "
+                "head: give an even number of them"
+            )
 
 
 class DecoderBlock(nn.Module):
@@ -159,6 +197,8 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if not isinstance(config, DecoderConfig):
+            raise TypeError(f"Decoder: config must be a DecoderConfig, got {type(config).__name__}; give it the sizes")
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
@@ -239,6 +279,7 @@ class Decoder(nn.Module):
         tensor("Decoder", "tokens", tokens, ("batch", "tokens"))
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Decoder: tokens has dtype {tokens.dtype}; it must be int64 or int32")
+        _check_tokens(tokens, self.config.vocab_size)
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
         if cache is not None and cache.lengths.shape[0] != tokens.shape[0]:
@@ -285,6 +326,18 @@ class Decoder(nn.Module):
             self.head_dim,
             device=weight.device,
             dtype=weight.dtype,
+        )
+
+
+def _check_tokens(tokens: Tensor, classes: int) -> None:
+    """Raise ValueError for a token that is no row of the embedding, where that can be asked."""
+    if not readable(tokens):
+        return
+    wrong = (tokens < 0) | (tokens >= classes)
+    if wrong.any():
+        raise ValueError(
+            f"Decoder: tokens holds {int(tokens[wrong].flatten()[0])}; it must be 0 … {classes - 1}, vocab_size being "
+            f"{classes}: give the decoder the vocabulary of the tokenizer"
         )
 
 

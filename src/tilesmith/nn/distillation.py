@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import choice, number, size, tensor
+from tilesmith.engine.argument_checks import choice, flag, integer, number, positive, size, tensor
 
 REDUCTIONS = ("mean", "batchmean", "sum", "none")
 
@@ -19,6 +19,13 @@ def _check_beta(op: str, name: str, beta: float) -> None:
         raise ValueError(f"{op}: {name} must be between 0 and 1, got {beta}")
 
 
+def _check_sums(op: str, ignore_index: int, temperature: float, accum_dtype: torch.dtype | None) -> None:
+    integer(op, "ignore_index", ignore_index)
+    positive(op, "temperature", temperature)
+    if accum_dtype not in (None, torch.float32):
+        raise ValueError(f"{op}: accum_dtype is {accum_dtype}; it must be None or torch.float32")
+
+
 class KLDivLoss(nn.Module):
     """`ops.kl_div` as torch.nn.KLDivLoss has it."""
 
@@ -26,6 +33,7 @@ class KLDivLoss(nn.Module):
         super().__init__()
         number("KLDivLoss", "eps", eps, 0.0)
         choice("KLDivLoss", "reduction", reduction, REDUCTIONS)
+        flag("KLDivLoss", "log_target", log_target)
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
@@ -39,6 +47,7 @@ class JSD(nn.Module):
     def __init__(self, beta: float = 0.5, ignore_index: int = -100):
         super().__init__()
         _check_beta("JSD", "beta", beta)
+        integer("JSD", "ignore_index", ignore_index)
         self.beta, self.ignore_index = beta, ignore_index
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
@@ -52,6 +61,7 @@ class TVDLoss(nn.Module):
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
         super().__init__()
         choice("TVDLoss", "reduction", reduction, REDUCTIONS)
+        integer("TVDLoss", "ignore_index", ignore_index)
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
@@ -123,8 +133,10 @@ class FusedLinearDistillationLoss(nn.Module):
         for name, value in {"weight_hard_loss": weight_hard_loss, "weight_soft_loss": weight_soft_loss}.items():
             number("FusedLinearDistillationLoss", name, value)
         size("FusedLinearDistillationLoss", "chunk_size", chunk_size, 0)
-        if not number("FusedLinearDistillationLoss", "temperature", temperature) > 0:
-            raise ValueError(f"FusedLinearDistillationLoss: temperature must be above 0, got {temperature}")
+        positive("FusedLinearDistillationLoss", "temperature", temperature)
+        integer("FusedLinearDistillationLoss", "ignore_index", ignore_index)
+        for name, value in {"compiled": compiled, "return_soft_hard_loss": return_soft_hard_loss}.items():
+            flag("FusedLinearDistillationLoss", name, value)
         _check_beta("FusedLinearDistillationLoss", "beta", beta)
         self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
         self.ignore_index, self.temperature, self.compiled = ignore_index, temperature, compiled
@@ -168,11 +180,8 @@ class FusedLinearJSD(nn.Module):
         accum_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if accum_dtype not in (None, torch.float32):
-            raise ValueError(f"accum_dtype is {accum_dtype}; it must be None or torch.float32")
+        _check_sums("FusedLinearJSD", ignore_index, temperature, accum_dtype)
         _check_beta("FusedLinearJSD", "jsd_beta", jsd_beta)
-        if not number("FusedLinearJSD", "temperature", temperature) > 0:
-            raise ValueError(f"FusedLinearJSD: temperature must be above 0, got {temperature}")
         self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
         self.temperature, self.accum_dtype = temperature, accum_dtype
 
@@ -210,10 +219,9 @@ class FusedLinearKLDivLoss(nn.Module):
         accum_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if reduction not in ("batchmean", "mean", "sum"):
-            raise ValueError(f"reduction is {reduction!r}; it must be 'batchmean', 'mean' or 'sum'")
-        if accum_dtype not in (None, torch.float32):
-            raise ValueError(f"accum_dtype is {accum_dtype}; it must be None or torch.float32")
+        choice("FusedLinearKLDivLoss", "reduction", reduction, ("batchmean", "mean", "sum"))
+        _check_sums("FusedLinearKLDivLoss", ignore_index, temperature, accum_dtype)
+        number("FusedLinearKLDivLoss", "eps", eps, 0.0)
         self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
         self.eps, self.accum_dtype = eps, accum_dtype
 

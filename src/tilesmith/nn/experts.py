@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import choice, number, size
+from tilesmith.engine.argument_checks import choice, divides, flag, number, size
 from tilesmith.nn.mlp import GatedMLP
 from tilesmith.nn.norm import casting_child
 
@@ -39,10 +39,20 @@ class Router(nn.Module):
         super().__init__()
         for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
             size("Router", name, value)
-        if top_k > num_experts:
-            raise ValueError(f"Router: top_k is {top_k}; there are {num_experts} experts")
         choice("Router", "scores", scores, ("softmax", "sigmoid"))
+        flag("Router", "normalise", normalise)
+        flag("Router", "corrected", corrected)
         number("Router", "scale", scale)
+        divides("Router", "groups", size("Router", "groups", groups), "num_experts", num_experts)
+        if size("Router", "kept_groups", kept_groups) > groups:
+            raise ValueError(
+                f"Router: kept_groups is {kept_groups}; it must be from 1 to groups, {groups}: keep fewer, or give more"
+            )
+        most = num_experts // groups * kept_groups
+        if top_k > most:
+            raise ValueError(
+                f"Router: top_k is {top_k}; there are {most} experts to choose from: give top_k that many at most"
+            )
         self.top_k, self.scores, self.normalise, self.scale = top_k, scores, normalise, scale
         self.groups, self.kept_groups = groups, kept_groups
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))

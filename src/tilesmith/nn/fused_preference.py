@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tilesmith.nn.policy import POLICIES, grpo_loss
+from tilesmith.engine.argument_checks import choice, flag, integer, number, size
+from tilesmith.nn.policy import check_policy, grpo_loss
 from tilesmith.nn.preference import (
     OddsMetrics,
     PairMetrics,
     SingleMetrics,
-    check_smoothing,
+    check_options,
     kto_loss,
     preference_loss,
     sequence_log_probs,
@@ -31,10 +32,18 @@ class _FusedLinearLoss(nn.Module):
 
     def __init__(self, ignore_index: int, compiled: bool, chunk_size: int, use_ref_model: bool):
         super().__init__()
-        if chunk_size < 0:
-            raise ValueError(f"chunk_size is {chunk_size}; it must be 0 (the library chooses) or more")
+        name = type(self).__name__
+        integer(name, "ignore_index", ignore_index)
+        size(name, "chunk_size", chunk_size, 0)
+        flag(name, "compiled", compiled)
+        flag(name, "use_ref_model", use_ref_model)
         self.ignore_index, self.compiled, self.chunk_size = ignore_index, compiled, chunk_size
         self.use_ref_model = use_ref_model
+
+    def _flags(self, **options: bool) -> None:
+        """Raise TypeError for an option that is neither True nor False."""
+        for name, value in options.items():
+            flag(type(self).__name__, name, value)
 
     def _reference(
         self, target: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None, ref_bias: Tensor | None,
@@ -78,9 +87,10 @@ class FusedLinearDPOLoss(_FusedLinearLoss):
         discopop_tau: float = 0.05,
     ):
         super().__init__(ignore_index, compiled, chunk_size, use_ref_model)
-        if loss_type not in DPO_TYPES:
-            raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(DPO_TYPES)}")
-        check_smoothing(loss_type, label_smoothing)
+        name = type(self).__name__
+        choice(name, "loss_type", loss_type, DPO_TYPES)
+        check_options(name, loss_type, beta, label_smoothing, 0.0, alpha, discopop_tau)
+        self._flags(compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob)
         self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
         self.average_log_prob, self.loss_type = average_log_prob, loss_type
         self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
@@ -123,7 +133,8 @@ class FusedLinearCPOLoss(_FusedLinearLoss):
         chunk_size: int = 0,
     ):
         super().__init__(ignore_index, compiled, chunk_size, False)
-        check_smoothing("sigmoid", label_smoothing)
+        check_options(type(self).__name__, "sigmoid", beta, label_smoothing, 0.0, alpha)
+        self._flags(compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob)
         self.beta, self.alpha, self.label_smoothing = beta, alpha, label_smoothing
         self.compute_nll_loss, self.average_log_prob = compute_nll_loss, average_log_prob
 
@@ -153,7 +164,8 @@ class FusedLinearSimPOLoss(_FusedLinearLoss):
         chunk_size: int = 0,
     ):
         super().__init__(ignore_index, compiled, chunk_size, False)
-        check_smoothing("sigmoid", label_smoothing)
+        check_options(type(self).__name__, "sigmoid", beta, label_smoothing, gamma, alpha)
+        self._flags(compute_nll_loss=compute_nll_loss)
         self.beta, self.alpha, self.label_smoothing = beta, alpha, label_smoothing
         self.compute_nll_loss, self.gamma = compute_nll_loss, gamma
 
@@ -180,6 +192,8 @@ class FusedLinearORPOLoss(_FusedLinearLoss):
         chunk_size: int = 0,
     ):
         super().__init__(ignore_index, compiled, chunk_size, False)
+        number(type(self).__name__, "beta", beta, 0.0)
+        self._flags(compute_nll_loss=compute_nll_loss)
         self.beta, self.compute_nll_loss = beta, compute_nll_loss
 
     def forward(
@@ -211,6 +225,8 @@ class FusedLinearKTOLoss(_FusedLinearLoss):
         chunk_size: int = 0,
     ):
         super().__init__(ignore_index, compiled, chunk_size, use_ref_model)
+        number(type(self).__name__, "beta", beta, 0.0)
+        self._flags(average_log_prob=average_log_prob)
         self.beta, self.average_log_prob = beta, average_log_prob
 
     def forward(
@@ -261,8 +277,6 @@ class FusedLinearGRPOLoss(_FusedLinearLoss):
         vespo_lambda_neg: float = 2.0,
     ):
         super().__init__(-100, compiled, chunk_size, use_ref_model)
-        if loss_type not in POLICIES:
-            raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(POLICIES)}")
         self.options = {
             "beta": beta, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "loss_type": loss_type,
             "max_completion_length": max_completion_length, "importance_sampling_level": importance_sampling_level,
@@ -271,6 +285,7 @@ class FusedLinearGRPOLoss(_FusedLinearLoss):
             "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
             "vespo_lambda_neg": vespo_lambda_neg,
         }  # fmt: skip
+        check_policy(type(self).__name__, **self.options)
 
     def forward(
         self,

@@ -30,6 +30,11 @@ def generate(
 
     Raises ValueError for an empty prompt, and where prompt and new tokens exceed the decoder's max_positions.
     """
+    if not isinstance(decoder, Decoder):
+        raise TypeError(
+            f"generate: decoder must be a Decoder, got {type(decoder).__name__}; call the method "
+            "generate of a transformers model"
+        )
     tensor("generate", "prompt", prompt, ("batch", "tokens"))
     size("generate", "max_new_tokens", max_new_tokens, 0)
     number("generate", "temperature", temperature, 0.0)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import choice, size
+from tilesmith.engine.argument_checks import choice, flag, size
 from tilesmith.nn.norm import has_caster
+
+GATED = ("swiglu", "geglu", "geglu_erf")
 
 
 class GatedMLP(nn.Module):
@@ -29,7 +31,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         size("GatedMLP", "hidden_size", hidden_size)
         size("GatedMLP", "intermediate_size", intermediate_size)
-        choice("GatedMLP", "activation", activation, ("swiglu", "geglu", "geglu_erf"))
+        flag("GatedMLP", "bias", bias)
+        choice("GatedMLP", "activation", activation, GATED)
         self.activation = activation
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import probability, size, tensor
+from tilesmith.engine.argument_checks import divides, flag, probability, size, tensor
 
 
 class AttentionLayer(nn.Module):
@@ -32,10 +32,8 @@ class AttentionLayer(nn.Module):
         size("AttentionLayer", "d_model", d_model)
         size("AttentionLayer", "num_heads", num_heads)
         probability("AttentionLayer", "dropout", dropout)
-        if d_model % num_heads:
-            raise ValueError(
-                f"AttentionLayer: num_heads is {num_heads}, which does not divide d_model, {d_model}; take a divisor"
-            )
+        flag("AttentionLayer", "bias", bias)
+        divides("AttentionLayer", "num_heads", num_heads, "d_model", d_model)
         self.d_model, self.num_heads, self.dropout = d_model, num_heads, dropout
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
         self.out_proj = nn.Linear(d_model, d_model, bias, device, dtype)
@@ -48,6 +46,7 @@ class AttentionLayer(nn.Module):
         attention. causal: no key behind the query. Raises ValueError or TypeError for other shapes.
         """
         tensor("AttentionLayer", "x", x)
+        flag("AttentionLayer", "causal", causal)
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise ValueError(f"AttentionLayer: x must be [batch, tokens, {self.d_model}], got {list(x.shape)}")
         if attention_mask is not None:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import choice, number, size
+from tilesmith.engine.argument_checks import choice, flag, number, size
 
+CASTINGS = ("fp32", "llama", "none")
 _CASTERS = {"exist": False}  # whether any module of this process has one: until then a compiled model asks nothing
 
 
@@ -55,7 +56,7 @@ class RMSNorm(nn.Module):
         size("RMSNorm", "dim", dim)
         number("RMSNorm", "eps", eps, 0.0)
         number("RMSNorm", "offset", offset)
-        choice("RMSNorm", "casting", casting, ("fp32", "llama", "none"))
+        choice("RMSNorm", "casting", casting, CASTINGS)
         shape = (dim,) if num_heads is None else (size("RMSNorm", "num_heads", num_heads), dim)
         self.eps, self.offset, self.casting = eps, offset, casting
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -95,6 +96,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         size("LayerNorm", "dim", dim)
         number("LayerNorm", "eps", eps, 0.0)
+        flag("LayerNorm", "bias", bias)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None

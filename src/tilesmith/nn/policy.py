@@ -5,13 +5,13 @@ Legend: B completions, T tokens, K features, V classes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import number, shaped, size, tensor
+from tilesmith.engine.argument_checks import choice, flag, number, positive, shaped, size, tensor
 from tilesmith.ops.loss.formulas import PolicyOptions, policy_terms
 
 # loss type -> its formula in ops.loss.formulas; they differ besides in what divides the sum over tokens
@@ -81,17 +81,19 @@ def grpo_loss(
 
     Returns the loss, fp32, and `PolicyMetrics`.
     """
-    kind = _check(
-        loss_type, importance_sampling_level, max_completion_length, delta, (sapo_temperature_pos, sapo_temperature_neg)
-    )
+    kind = check_policy(
+        "grpo_loss", loss_type=loss_type, importance_sampling_level=importance_sampling_level,
+        max_completion_length=max_completion_length, delta=delta, temperature=temperature, beta=beta,
+        epsilon_low=epsilon_low, epsilon_high=epsilon_high, use_bias_correction_kl=use_bias_correction_kl,
+        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
+    )  # fmt: skip
     tensor("grpo_loss", "x", x)
     tensor("grpo_loss", "selected_token_ids", selected_token_ids, ("B", "T"))
     tensor("grpo_loss", "attention_mask", attention_mask)
     size("grpo_loss", "chunk_size", chunk_size, 0)
-    for name, value in {"beta": beta, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high}.items():
-        number("grpo_loss", name, value)
-    if not number("grpo_loss", "temperature", temperature) > 0:
-        raise ValueError(f"grpo_loss: temperature must be above 0, got {temperature}")
+    for name, value in {"accumulate_fp32": accumulate_fp32, "recompute": recompute}.items():
+        flag("grpo_loss", name, value)
     plane, device = tuple(selected_token_ids.shape), x.device
     shaped("grpo_loss", "attention_mask", attention_mask, plane, device=device)
     tensor("grpo_loss", "advantages", advantages)
@@ -136,23 +138,30 @@ def grpo_loss(
     return total / divisor, metrics
 
 
-def _check(
-    loss_type: str, level: str, max_completion_length: int | None, delta: float | None, temperatures: tuple
-) -> str:
-    """The formula's name; ValueError for options that do not go together."""
-    kind = POLICIES.get(loss_type)
-    if kind is None:
-        raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(POLICIES)}")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level is {level!r}; it must be 'token' or 'sequence'")
+def check_policy(of: str, **options: Any) -> str:
+    """The formula's name; TypeError or ValueError, in the name of `of`, for options that have no meaning or do not go
+    together. options: those of `grpo_loss` by name."""
+    loss_type, level, delta = (options[name] for name in ("loss_type", "importance_sampling_level", "delta"))
+    kind = POLICIES[choice(of, "loss_type", loss_type, tuple(POLICIES))]
+    choice(of, "importance_sampling_level", level, ("token", "sequence"))
+    flag(of, "use_bias_correction_kl", options["use_bias_correction_kl"])
+    for name in ("beta", "epsilon_low", "epsilon_high"):
+        number(of, name, options[name], 0.0)
+    positive(of, "temperature", options["temperature"])
+    for name in (n for n in options if n.startswith(("sapo_", "vespo_"))):
+        positive(of, name, options[name])
     if level == "sequence" and kind != "clip":
-        raise ValueError(f"importance_sampling_level is 'sequence', which {loss_type!r} does not have; use 'token'")
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ValueError("max_completion_length is None; 'dr_grpo' divides by it")
-    if delta is not None and (delta <= 0 or kind != "clip"):
-        raise ValueError(f"delta is {delta}; it must be above 0, and {loss_type!r} must be a loss that clips")
-    if not min(temperatures) > 0:
-        raise ValueError(f"sapo_temperature_pos and sapo_temperature_neg are {temperatures}; they must be above 0")
+        raise ValueError(
+            f"{of}: importance_sampling_level is 'sequence', which {loss_type!r} does not have; use 'token'"
+        )
+    if options["max_completion_length"] is not None:
+        size(of, "max_completion_length", options["max_completion_length"])
+    elif loss_type == "dr_grpo":
+        raise ValueError(f"{of}: max_completion_length is None; 'dr_grpo' divides by it, so give the longest length")
+    if delta is not None:
+        positive(of, "delta", delta)
+        if kind != "clip":
+            raise ValueError(f"{of}: delta is {delta}; {loss_type!r} does not clip, so leave it None")
     return kind
 
 

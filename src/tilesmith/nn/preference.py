@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import number, shaped, size, tensor
+from tilesmith.engine.argument_checks import choice, flag, number, positive, shaped, size, tensor
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, log_odds
 
 PAIRED = tuple(sorted(name for name, formula in FORMULAS.items() if formula.paired))
@@ -96,10 +96,15 @@ def preference_loss(
     """
     tensor("preference_loss", "x", x)
     tensor("preference_loss", "target", target)
-    _check_pairs(loss_type, target, label_smoothing, gamma)
+    check_options("preference_loss", loss_type, beta, label_smoothing, gamma, alpha, discopop_tau)
+    if target.ndim != 2 or target.shape[0] % 2:
+        raise ValueError(
+            f"preference_loss: target has shape {tuple(target.shape)}; it must be [B, T], chosen then rejected, "
+            "B even; concatenate the halves"
+        )
     size("preference_loss", "chunk_size", chunk_size, 0)
-    for name, value in {"beta": beta, "alpha": alpha, "discopop_tau": discopop_tau}.items():
-        number("preference_loss", name, value)
+    for name, value in _flags(average_log_prob, accumulate_fp32, recompute).items():
+        flag("preference_loss", name, value)
     shaped("preference_loss", "ref_logps", ref_logps, target.shape[:1], device=x.device)
     shaped("preference_loss", "nll_target", nll_target, target.shape, device=x.device)
     pairs, counted = target.shape[0] // 2, target != ignore_index
@@ -159,7 +164,9 @@ def kto_loss(
     tensor("kto_loss", "x", x)
     tensor("kto_loss", "target", target, ("B", "T"))
     size("kto_loss", "chunk_size", chunk_size, 0)
-    number("kto_loss", "beta", beta)
+    number("kto_loss", "beta", beta, 0.0)
+    for name, value in _flags(average_log_prob, accumulate_fp32, recompute).items():
+        flag("kto_loss", name, value)
     shaped("kto_loss", "ref_logps", ref_logps, target.shape[:1], device=x.device)
     shaped("kto_loss", "kl", kl, target.shape[:1], (), (1,))
     shaped("kto_loss", "preference_labels", preference_labels, target.shape[:1], device=x.device)
@@ -200,27 +207,34 @@ def sequence_log_probs(
     return total / (target != ignore_index).sum(-1).clamp(min=1) if average else total
 
 
-def _check_pairs(loss_type: str, target: Tensor, label_smoothing: float, gamma: float) -> None:
-    number("preference_loss", "label_smoothing", label_smoothing)
-    number("preference_loss", "gamma", gamma)
-    if loss_type not in PAIRED:
-        raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(PAIRED)}")
-    if target.ndim != 2 or target.shape[0] % 2:
-        raise ValueError(f"target has shape {tuple(target.shape)}; it must be [B, T], chosen then rejected, B even")
-    if gamma and loss_type != "sigmoid":
-        raise ValueError(f"gamma is {gamma}; {loss_type!r} has no such margin")
-    check_smoothing(loss_type, label_smoothing)
+def _flags(average_log_prob: bool, accumulate_fp32: bool, recompute: bool) -> dict[str, bool]:
+    return {"average_log_prob": average_log_prob, "accumulate_fp32": accumulate_fp32, "recompute": recompute}
 
 
-def check_smoothing(loss_type: str, label_smoothing: float) -> None:
-    """Raise ValueError where the formula is not defined for this label_smoothing, or would not read it."""
+def check_options(
+    of: str, loss_type: str, beta: float, label_smoothing: float, gamma: float, alpha: float, discopop_tau: float = 1.0
+) -> None:
+    """Raise TypeError or ValueError, in the name of `of`, for options of a paired loss that it has no meaning for."""
+    choice(of, "loss_type", loss_type, PAIRED)
+    (positive if loss_type in ("ipo", "sppo_hard") else _not_negative)(of, "beta", beta)  # these divide by it
+    _not_negative(of, "alpha", alpha)
+    positive(of, "discopop_tau", discopop_tau)
+    if number(of, "gamma", gamma) and loss_type != "sigmoid":
+        raise ValueError(f"{of}: gamma is {gamma}; {loss_type!r} has no such margin, so leave it 0")
+    number(of, "label_smoothing", label_smoothing)
     allowed, fits = {
         "sigmoid": ("in [0, 1]", 0 <= label_smoothing <= 1),
         "robust": ("in [0, 0.5)", 0 <= label_smoothing < 0.5),
         "exo_pair": ("above 0 and below 1 (the paper advises 1e-3)", 0 < label_smoothing < 1),
     }.get(loss_type, ("0", label_smoothing == 0))
     if not fits:
-        raise ValueError(f"label_smoothing is {label_smoothing}; for loss_type {loss_type!r} it must be {allowed}")
+        raise ValueError(
+            f"{of}: label_smoothing is {label_smoothing}; for loss_type {loss_type!r} it must be {allowed}"
+        )
+
+
+def _not_negative(of: str, name: str, value: float) -> None:
+    number(of, name, value, 0.0)
 
 
 def _logit_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

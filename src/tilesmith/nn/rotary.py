@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import number, size
+from tilesmith.engine.argument_checks import flag, number, positive, size
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,24 @@ class Llama3Scaling:
     """How Llama 3.1 stretches its frequencies to contexts longer than `original_positions` (arXiv:2407.21783).
 
     Wavelengths above original_positions / low_frequency grow by `factor`, those below original_positions /
-    high_frequency stay, and between the two the frequency is interpolated.
+    high_frequency stay, and between the two the frequency is interpolated. Raises ValueError for numbers that are not
+    above 0, and unless high_frequency is above low_frequency.
     """
 
     factor: float = 8.0
     low_frequency: float = 1.0
     high_frequency: float = 4.0
     original_positions: int = 8192
+
+    def __post_init__(self):
+        name = "Llama3Scaling"
+        positive(name, "factor", self.factor)
+        positive(name, "low_frequency", self.low_frequency)
+        if number(name, "high_frequency", self.high_frequency) <= self.low_frequency:
+            raise ValueError(
+                f"{name}: high_frequency is {self.high_frequency}; it must be above low_frequency, {self.low_frequency}"
+            )
+        size(name, "original_positions", self.original_positions)
 
     def __call__(self, frequencies: Tensor) -> Tensor:
         """The scaled frequencies, in radians a position."""
@@ -55,8 +66,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         size("RotaryEmbedding", "dim", dim)
         size("RotaryEmbedding", "max_positions", max_positions)
-        if number("RotaryEmbedding", "theta", theta) <= 0:
-            raise ValueError(f"RotaryEmbedding: theta must be above 0, got {theta}")
+        positive("RotaryEmbedding", "theta", theta)
+        flag("RotaryEmbedding", "interleaved", interleaved)
         if scaling is not None and not isinstance(scaling, Llama3Scaling):
             raise TypeError(f"RotaryEmbedding: scaling must be a Llama3Scaling or None, got {type(scaling).__name__}")
         if dim % 2:

@@ -24,6 +24,7 @@ from tilesmith.ops.loss.vocabulary_linear import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
 from tilesmith.ops.norm.dropout_op import dropout_add_norm as dropout_add_norm
+from tilesmith.ops.norm.softmax_op import softmax as softmax
 from tilesmith.ops.norm.softmax_op import softmax_dropout as softmax_dropout
 
 def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
@@ -1753,7 +1754,8 @@ def rope(
     Computed in at least float32 and rounded once. Code that rounds each product to the model's dtype (Hugging Face's
     ``apply_rotary_pos_emb`` in bfloat16) differs by up to its own rounding. cos and sin get no gradient.
 
-    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset.
+    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset. On a
+    CPU also for a position that the table does not hold, and for cu_seqlens that do not ascend from 0.
     """
 
 def rope_vjp(
@@ -1876,25 +1878,6 @@ def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
 
     dout, x: one shape, any strides, floating. dx = dout · σ(x) · (1 + x · (1 − σ(x))), computed in fp32 (fp64 for
     fp64).
-    """
-
-def softmax(x: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """Softmax of the last dim: y = exp(scale · x) / sum(exp(scale · x)).
-
-    Computed in fp32 (fp64 for fp64 x) around each row's maximum, and rounded once, to x's dtype.
-
-    x: [..., N], floating; with `causal` [..., T, S]. scale: a factor of x, applied in fp32. causal: row t sees the
-    columns j <= t + S - T (the last row sees all, as in attention); y is 0 in the others, whatever x holds there, and
-    a row that sees none is 0. A row of -inf alone, or one that holds NaN or +inf, is NaN, as in torch.softmax.
-
-    Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
-    where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
-
-    The backward keeps y alone: dx = scale · y · (dy - sum(y · dy) / sum(y)). Dividing by the sum of the rounded y
-    keeps dx right where y is near 1, where rounding y to 16 bits would otherwise be all of dx.
-
-    Raises TypeError for a dtype that is not floating, ValueError for an empty or missing last dim, or for `causal` with
-    fewer than two dims.
     """
 
 def softmax_dropout_vjp(

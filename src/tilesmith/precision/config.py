@@ -9,6 +9,8 @@ from enum import Enum
 import torch
 from torch import nn
 
+from tilesmith.engine.argument_checks import flag
+
 RECIPES = ("delayed", "current", "rowwise", "blockwise")
 TENSORWISE = ("delayed", "current")
 
@@ -75,7 +77,10 @@ class FP8Config:
             object.__setattr__(self, "backward_format", FP8Format.E5M2 if tensorwise else FP8Format.E4M3)
         for name in ("forward_format", "backward_format"):
             if not isinstance(getattr(self, name), FP8Format):
-                raise TypeError(f"FP8Config: {name} must be an FP8Format (E4M3 or E5M2), got {getattr(self, name)!r}")
+                raise TypeError(
+                    f"FP8Config: {name} must be an FP8Format (E4M3 or E5M2), got {getattr(self, name)!r}; "
+                    "write FP8Format.E4M3"
+                )
         if self.forward_format is FP8Format.E5M2:
             swapped = self.backward_format is FP8Format.E4M3
             raise ValueError(
@@ -93,7 +98,7 @@ class FP8Config:
                 raise ValueError(f"FP8Config: {name} must be a positive int, got {value!r}")
         if not isinstance(self.loss_scale, int | float) or not 0 < self.loss_scale < float("inf"):
             raise ValueError(f"FP8Config: loss_scale must be a positive number, got {self.loss_scale!r}")
-        if not isinstance(self.convert_experts, bool):
-            raise TypeError(f"FP8Config: convert_experts must be True or False, got {self.convert_experts!r}")
+        for name in ("fuse", "cache_weights", "convert_experts"):
+            flag("FP8Config", name, getattr(self, name))
         if self.module_filter_fn is not None and not callable(self.module_filter_fn):
             raise TypeError(f"FP8Config: module_filter_fn must be callable, got {self.module_filter_fn!r}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tilesmith import ops
+from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.nn import GatedMLP, RMSNorm
 from tilesmith.ops.quant.reference import BLOCK
@@ -49,13 +50,15 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
         products are emulated in fp32 because the device, or PyTorch on it, cannot multiply 8-bit floats.
 
     Raises:
-        TypeError: `model` is no module or `fp8_config` no FP8Config. ValueError: no layer is eligible, or the model is
-        converted already. RuntimeError: a layer's device has no 8-bit floats. The model is then as it was.
+        TypeError: `model` is no module, `fp8_config` no FP8Config or `inplace` no bool. ValueError: no layer is
+        eligible, or the model is converted already. RuntimeError: a layer's device has no 8-bit floats. The model is
+        then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_model_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
     if fp8_config is not None and not isinstance(fp8_config, FP8Config):
         raise TypeError(f"convert_model_to_fp8: fp8_config must be an FP8Config, got {type(fp8_config).__name__}")
+    flag("convert_model_to_fp8", "inplace", inplace)
     config = fp8_config or FP8Config()
     if converted(model):
         raise ValueError("convert_model_to_fp8: the model is converted already; revert_model_from_fp8 takes it back")

@@ -95,6 +95,11 @@ def _roll(scalings: list[Scaling]) -> None:
 def refresh_fp8(model: nn.Module) -> None:
     """Cast the weights of a converted model anew. Needed only after weights were changed by other means than an
     optimizer's step, `load_state_dict` or an eager forward's own look: under torch.compile."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"refresh_fp8: model must be a torch.nn.Module, got {type(model).__name__}; give the model that "
+            "convert_model_to_fp8 returned"
+        )
     for module in model.modules():
         if isinstance(module, CastsWeights):
             module.refresh()

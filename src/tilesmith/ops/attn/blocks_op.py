@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op, cdiv
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.attn import block_pattern_reference as patterns
 from tilesmith.ops.attn import blocks_reference as reference
-from tilesmith.ops.attn.checks import FLOATS, check_shapes
+from tilesmith.ops.attn.checks import check_shapes
 
 TRITON = {"triton": "tilesmith.ops.attn.triton.blocks"}
 CHOICE = {"triton": "tilesmith.ops.attn.triton.block_choice"}
@@ -26,8 +27,7 @@ def _wide(x: Tensor) -> torch.dtype:
 def _check_pair(op: str, q: Tensor, k: Tensor, scale: float | None, **sizes: int) -> None:
     check_shapes(op, q, k, k)
     for name, x in (("q", q), ("k", k)):
-        if x.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+        floating(op, name, x)
     if k.dtype != q.dtype:
         raise TypeError(f"{op}: k has dtype {k.dtype}, q has {q.dtype}; they must agree")
     if scale is not None and not 0.0 < scale < math.inf:
@@ -100,8 +100,7 @@ def _check_select(scores, counts, visible, mass=1.0, first=0, last=0) -> None:
     op = "block_select"
     if scores.ndim != 4:
         raise ValueError(f"{op}: scores must be [batch, lists, rows, columns], got {list(scores.shape)}")
-    if scores.dtype not in FLOATS:
-        raise TypeError(f"{op}: scores has dtype {scores.dtype}; float64, float32, float16, bfloat16 are served")
+    floating(op, "scores", scores)
     for name, x in (("counts", counts), ("visible", visible)):
         if x.dtype != torch.int32:
             raise TypeError(f"{op}: {name} must be int32, got {x.dtype}")

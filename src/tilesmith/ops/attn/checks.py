@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.attn.reference import FACTOR_BLOCK, key_count
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -88,7 +89,8 @@ def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, paged: bool = False
     """Raise ValueError for q, k and v of op `name` that do not fit together. paged: k and v are pages of a cache."""
     for x_name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ValueError(f"{name}: {x_name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
+            alone = f"; give {x_name}[None], a batch of one" if x.ndim == 3 else ""
+            raise ValueError(f"{name}: {x_name} must be [batch, heads, tokens, head dim], got {list(x.shape)}{alone}")
         same_device(x_name, x, q, name)
     batch, heads, _, dim = q.shape
     rows, kv_heads, _, k_dim = k.shape
@@ -178,8 +180,7 @@ def same_device(name: str, x: Tensor, q: Tensor, op: str = "attention") -> None:
 
 def _floating(name: str, x: Tensor, q: Tensor) -> None:
     same_device(name, x, q)
-    if x.dtype not in FLOATS:
-        raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+    floating("attention", name, x)
 
 
 def _integers(name: str, x: Tensor, q: Tensor, shape: tuple) -> None:

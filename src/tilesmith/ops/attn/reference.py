@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device import philox
+from tilesmith.engine.argument_checks import packed, readable
 from tilesmith.ops.attn.visibility import visibility
 
 FACTOR_BLOCK = 128  # tokens that share a factor of quantised values, where there is one for each block
@@ -75,7 +76,8 @@ def attention(
       cu_seqlens_q, cu_seqlens_k [N + 1] int32, from 0: B = 1, documents lie one after another on the token axes; each
         attends to itself with its own positions; prefix_lengths and kv_lengths are then [N]. Tokens behind the last
         document see nothing. With `page_table` [N, pages] only cu_seqlens_q is given, and kv_lengths.
-        max_seqlen_q, max_seqlen_k: the longest document, 0 if unknown; they never change a value.
+        max_seqlen_q, max_seqlen_k: the longest document, 0 if unknown; they never change a value. On a CPU numbers that
+        do not ascend from 0, end behind the tokens or are longer than their maximum raise ValueError.
       block_offsets [B|1, H|G|1, ceil(T / block_q) + 1] int32, block_indices int32: row r of blocks sees the key blocks
         block_indices[block_offsets[r] : block_offsets[r + 1]], ascending; rows lie one after another in
         (batch, head, block) order. The same transposed (query blocks of a key block), for gradients, which make them
@@ -97,6 +99,7 @@ def attention(
     Kernels may round 8-bit values times their factors to the dtype of out, and p to the dtype of the values that it
     meets: e4m3 where those have 8 bits, relative to the largest p of the row so far.
     """
+    check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     shape = _shape(q, k, page_table)
     values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
     position_q, position_k, visible = visibility(
@@ -248,6 +251,22 @@ def merge_attention_vjp(
         torch.empty_like(x).copy_(dx) if wanted else x.new_empty(0)
         for (x, dx), wanted in zip(gradients, output_mask, strict=True)
     )
+
+
+def check_lengths(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int
+) -> None:
+    """Raise ValueError for lengths of packed documents that contradict the tokens or each other. On a CPU only."""
+    for side, x, starts, most in (("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k)):
+        if starts is None or not readable(starts):
+            continue
+        packed(f"attention: cu_seqlens_{side}", starts, x.shape[2])
+        longest = int(starts.diff().max())
+        if 0 < most < longest:
+            raise ValueError(
+                f"attention: max_seqlen_{side} is {most}, but cu_seqlens_{side} has a document of {longest} tokens; "
+                f"give {longest}, or 0 where it is not known"
+            )
 
 
 def out_like(like: Tensor, head_dim: int, fp32: bool = False) -> Tensor:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.sharding import spread
 from tilesmith.ops.attn import scores_reference as reference
 
 TRITON = {"triton": "tilesmith.ops.attn.triton.scores"}
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _fake(q: Tensor, k: Tensor, lse: Tensor, scale: float | None, causal: bool) -> Tensor:
@@ -43,8 +43,7 @@ def _check_values(op: str, q: Tensor, k: Tensor, scale: float | None) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 4:
             raise ValueError(f"{op}: {name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
-        if x.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+        floating(op, name, x)
     if k.dtype != q.dtype:
         raise TypeError(f"{op}: k has dtype {k.dtype}, q has {q.dtype}; they must agree")
     if k.device != q.device:

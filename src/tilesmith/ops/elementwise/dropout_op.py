@@ -3,16 +3,14 @@
 Legend: F features, the last dim; the other dims are rows.
 """
 
-import torch
 from torch import Tensor
 
 from tilesmith.device.dropout import check_dropout, seed_for
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import flag, probability
+from tilesmith.engine.argument_checks import flag, floating, probability
 from tilesmith.ops.elementwise import dropout_reference as reference
 
 TRITON = {"triton": "tilesmith.ops.elementwise.triton.dropout"}
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:
@@ -26,14 +24,12 @@ def _fake_vjp(dout: Tensor, bias: Tensor | None, *rest: object) -> tuple[Tensor,
 
 
 def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: x has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x has no dims; it must be [..., F]")
     if bias is None:
         return
-    if bias.dtype not in FLOATS:
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, "bias", bias)
     if bias.ndim != 1 or bias.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}; for this x it must be [{x.shape[-1]}]")
     if bias.device != x.device:

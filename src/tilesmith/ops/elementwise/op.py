@@ -3,17 +3,16 @@
 Legend: F features, the last dim; all ops work element by element.
 """
 
-import torch
 from torch import Tensor
 
 from tilesmith.device import portable
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.arguments import small
 from tilesmith.ops.elementwise import reference
 
 TRITON = {"triton": "tilesmith.ops.elementwise.triton.activations"}
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.elementwise.portable"}
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 APPROXIMATE = ("none", "tanh")
 
 
@@ -40,15 +39,17 @@ def _fake_bias_vjp(dout: Tensor, x: Tensor, bias: Tensor | None, *rest: object) 
 
 
 def _check_floating(op: str, name: str, x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, name, x)
 
 
 def _check_pair(op: str, gate: Tensor, up: Tensor, names: tuple[str, str] = ("gate", "up")) -> None:
     first, second = names
     _check_floating(op, first, gate)
     if up.shape != gate.shape:
-        raise ValueError(f"{op}: {second} has shape {tuple(up.shape)}; it must equal {first}'s, {tuple(gate.shape)}")
+        raise ValueError(
+            f"{op}: {second} has shape {tuple(up.shape)}; it must equal {first}'s, {tuple(gate.shape)}: "
+            "expand what would broadcast"
+        )
     if up.dtype != gate.dtype:
         raise TypeError(f"{op}: {second} has dtype {up.dtype}, {first} has {gate.dtype}; they must agree")
     if up.device != gate.device:

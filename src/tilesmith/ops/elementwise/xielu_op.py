@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.elementwise import xielu_reference
-from tilesmith.ops.elementwise.op import FLOATS, _check_floating
+from tilesmith.ops.elementwise.op import _check_floating
 
 KERNELS = {"triton": "tilesmith.ops.elementwise.triton.xielu"}
 
@@ -26,8 +27,7 @@ def _fake_vjp(
 def _check(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float, eps: float) -> None:
     _check_floating("xielu", "x", x)
     for name, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
-        if alpha.dtype not in FLOATS:
-            raise TypeError(f"xielu: {name} has dtype {alpha.dtype}; float16, bfloat16, float32 and float64 are served")
+        floating("xielu", name, alpha)
         if alpha.shape != (1,):
             raise ValueError(f"xielu: {name} has shape {tuple(alpha.shape)}; it must be [1]")
         if alpha.device != x.device:

@@ -74,7 +74,7 @@ def linear_arguments(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} "
-            f"it must be [N, {x.shape[-1]}]"
+            f"it must be [N, {x.shape[-1]}], as torch.nn.Linear keeps it"
         )
     one_device(op, "weight", weight, "x", x)
     _vector(op, "bias", bias, weight.shape[0], x)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 
 INTEGERS = (torch.int32, torch.int64)
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 REDUCTIONS = ("mean", "sum", "none")
 MODES = ("", "keep", "chunks", "recompute")
 
@@ -23,10 +23,7 @@ def check_cross_entropy(
     reduction: str,
 ) -> None:
     """Raise ValueError or TypeError for arguments of `cross_entropy` that do not fit together."""
-    if logits.dtype not in FLOATS:
-        raise TypeError(
-            f"cross_entropy: logits has dtype {logits.dtype}; float16, bfloat16, float32 and float64 are served"
-        )
+    floating("cross_entropy", "logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"cross_entropy: logits has shape {tuple(logits.shape)}; it must be [..., V] with V of at least 1"
@@ -43,11 +40,7 @@ def check_linear_cross_entropy(call) -> None:
     for name, value in (("x", x), ("weight", weight), ("bias", bias)):
         if value is None:
             continue
-        if value.dtype not in FLOATS:
-            raise TypeError(
-                f"linear_cross_entropy: {name} has dtype {value.dtype}; float16, bfloat16, float32 and "
-                "float64 are served"
-            )
+        floating("linear_cross_entropy", name, value)
         if value.device != x.device:
             raise ValueError(
                 f"linear_cross_entropy: {name} is on {value.device}, x on {x.device}; move them to one device"
@@ -59,7 +52,7 @@ def check_linear_cross_entropy(call) -> None:
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
             f"linear_cross_entropy: weight has shape {tuple(weight.shape)}; for this x it must be [V, {x.shape[-1]}] "
-            "with V of at least 1"
+            "with V of at least 1, as torch.nn.Linear keeps it"
         )
     classes = weight.shape[0]
     if bias is not None and bias.shape != (classes,):
@@ -88,23 +81,29 @@ def check_tokens(op: str, name: str, x: Tensor, target: Tensor) -> None:
     """Raise unless target holds a label for each row of the tensor x, which the op calls `name`."""
     if target.dtype not in INTEGERS:
         raise TypeError(
-            f"{op}: target has dtype {target.dtype}; it must hold labels, int64 or int32 (no probabilities)"
+            f"{op}: target has dtype {target.dtype}; it must hold labels, int64 or int32; give probabilities to "
+            "torch.nn.functional.cross_entropy"
         )
     if target.shape != x.shape[:-1]:
         raise ValueError(
             f"{op}: target has shape {tuple(target.shape)}; for {name} of shape {tuple(x.shape)} "
-            f"it must be {tuple(x.shape[:-1])}"
+            f"it must be {tuple(x.shape[:-1])}{_moved(name, x, target)}"
         )
     if target.device != x.device:
         raise ValueError(f"{op}: target is on {target.device}, {name} on {x.device}; move them to one device")
+
+
+def _moved(name: str, x: Tensor, target: Tensor) -> str:
+    """What to do with logits of torch's layout, whose second dim are the classes."""
+    torchs = name == "logits" and x.ndim > 2 and (x.shape[0], *x.shape[2:]) == tuple(target.shape)
+    return ": the classes are the last dim, so give logits.movedim(1, -1)" if torchs else ", a label for each row"
 
 
 def check_class_weight(op: str, name: str, weight: Tensor | None, x: Tensor, classes: int) -> None:
     """Raise unless weight is None or one number for each class, without gradient."""
     if weight is None:
         return
-    if weight.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {weight.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, name, weight)
     if weight.shape != (classes,):
         raise ValueError(f"{op}: {name} has shape {tuple(weight.shape)}; it must be [{classes}], one for each class")
     if weight.device != x.device:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.loss import distill_reference as reference
 from tilesmith.ops.loss import distill_sharding as sharding
-from tilesmith.ops.loss.checks import FLOATS, INTEGERS
+from tilesmith.ops.loss.checks import INTEGERS
 from tilesmith.ops.loss.distill_arguments import (
     jsd_vjp_arguments,
     kl_div_vjp_arguments,
@@ -122,8 +123,7 @@ def _check_tvd(call) -> None:
 
 def _check_distributions(op: str, x: Tensor, target: Tensor, reduction: str) -> None:
     for name, value in (("x", x), ("target", target)):
-        if value.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served")
+        floating(op, name, value)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; it must be [..., V] with V of at least 1")
     if target.shape != x.shape:
@@ -152,8 +152,8 @@ def _check_linear(call) -> None:
     op = "linear_distillation"
     for name in ("x", "weight", "teacher", "teacher_weight", "bias", "teacher_bias"):
         value = getattr(call, name)
-        if value is not None and value.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served")
+        if value is not None:
+            floating(op, name, value)
         if value is not None and value.device != x.device:
             raise ValueError(f"{op}: {name} is on {value.device}, x on {x.device}; move them to one device")
     if x.ndim == 0 or x.shape[-1] == 0:

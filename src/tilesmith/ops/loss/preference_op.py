@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import attributed_to
+from tilesmith.engine.argument_checks import attributed_to, floating
 from tilesmith.ops.loss import preference_reference as reference
 from tilesmith.ops.loss import sharded
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
-from tilesmith.ops.loss.checks import FLOATS, INTEGERS
+from tilesmith.ops.loss.checks import INTEGERS
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.op import LossWithGradients, linear_cross_entropy
 from tilesmith.ops.loss.reference import saved_dtype
@@ -71,10 +71,8 @@ def _check(call) -> None:
     _check_beside(x, call.sequences, call.tokens, formula)
     for name in ("x", "weight", "bias", "sequences", "tokens"):
         value = getattr(call, name)
-        if value is not None and value.dtype not in FLOATS:
-            raise TypeError(
-                f"{NAME}: {name} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served"
-            )
+        if value is not None:
+            floating(NAME, name, value)
         if value is not None and value.device != x.device:
             raise ValueError(f"{NAME}: {name} is on {value.device}, x on {x.device}; move them to one device")
     if target.device != x.device:

@@ -12,7 +12,7 @@ def check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
     if wrong.any():
         raise ValueError(
             f"target holds the label {int(target[wrong].flatten()[0])}; it must be 0 … {classes - 1}, "
-            f"or ignore_index = {ignore_index}"
+            f"or ignore_index = {ignore_index} for a token that does not count"
         )
 
 

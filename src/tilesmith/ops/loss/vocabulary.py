@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.choice import pinned
 from tilesmith.engine.torch_private import all_reduce
 from tilesmith.ops.loss import checks
@@ -55,8 +56,7 @@ def vocab_parallel_cross_entropy(
     derivative; where torch.compile traces it, a label that is no class makes NaN instead of a ValueError.
     """
     name = "vocab_parallel_cross_entropy"
-    if logits.dtype not in checks.FLOATS:
-        raise TypeError(f"{name}: logits has dtype {logits.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(name, "logits", logits)
     if logits.ndim == 0:
         raise ValueError(f"{name}: logits has no dims; it must be [..., V / ranks]")
     part = part_of(name, "logits", logits.shape[-1], group, classes)

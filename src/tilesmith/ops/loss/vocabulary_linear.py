@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.memory import computed_in
 from tilesmith.ops.gemm.products import add_weight_gradient, bias_gradient, product
 from tilesmith.ops.loss import checks
@@ -47,10 +48,8 @@ def vocab_parallel_linear_cross_entropy(
     """
     name = "vocab_parallel_linear_cross_entropy"
     for argument, value in (("x", x), ("weight", weight), ("bias", bias)):
-        if value is not None and value.dtype not in checks.FLOATS:
-            raise TypeError(
-                f"{name}: {argument} has dtype {value.dtype}; float16, bfloat16, float32 and float64 are served"
-            )
+        if value is not None:
+            floating(name, argument, value)
         if value is not None and value.device != x.device:
             raise ValueError(f"{name}: {argument} is on {value.device}, x on {x.device}; move them to one device")
     if x.ndim == 0:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilesmith.device import portable
 from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.arguments import small
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.sharding import spread
@@ -26,7 +27,6 @@ TRITON = {"triton": "tilesmith.ops.norm.triton.norm", "hopper": "tilesmith.ops.n
 EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.norm.portable.norm"}
 declare_backend("hopper_persistent", like="hopper")
 FORWARD = {**EVERYWHERE, "hopper_persistent": "tilesmith.ops.norm.hopper.persistent"}
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CASTINGS = ("fp32", "llama", "none")
 
 
@@ -82,8 +82,7 @@ def _fake_add_layer_norm_vjp(call) -> tuple[Tensor, ...]:
 
 
 def _check_rows(op: str, x: Tensor, eps: float) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: x has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, "x", x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; it must be [..., N] with N of at least 1")
     if not eps >= 0:
@@ -106,17 +105,22 @@ def _check_weight(op: str, weight: Tensor | None, x: Tensor) -> None:
 def _check_vector(op: str, name: str, vector: Tensor | None, x: Tensor) -> None:
     if vector is None:
         return
-    if vector.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {vector.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, name, vector)
     if vector.ndim != 1 or vector.shape[0] != x.shape[-1]:
-        raise ValueError(f"{op}: {name} has shape {tuple(vector.shape)}; for this x it must be [{x.shape[-1]}]")
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(vector.shape)}; for this x it must be [{x.shape[-1]}], one number "
+            "for each column"
+        )
     if vector.device != x.device:
         raise ValueError(f"{op}: {name} is on {vector.device}, x on {x.device}; move them to one device")
 
 
 def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
     if residual.shape != x.shape:
-        raise ValueError(f"{op}: residual has shape {tuple(residual.shape)}; it must equal x's, {tuple(x.shape)}")
+        raise ValueError(
+            f"{op}: residual has shape {tuple(residual.shape)}; it must equal x's, {tuple(x.shape)}: expand "
+            "what would broadcast"
+        )
     if residual.dtype != x.dtype and (residual.dtype is not torch.float32 or x.dtype is torch.float64):
         raise TypeError(f"{op}: residual has dtype {residual.dtype}; for x of {x.dtype} it must be that or float32")
     if residual.device != x.device:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.quant import packed_reference as reference
 from tilesmith.ops.quant.packed_reference import GROUP, OUTPUTS, TILE_ROWS, WORDS_PER_BIT
 
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 TRITON = {"triton": "tilesmith.ops.quant.triton.packed"}
 EXACT = torch.float64  # what the oracle computes in
 
@@ -72,8 +72,7 @@ def _check_codes(op: str, codes: Tensor, order: Tensor) -> None:
 
 def _check_quantize(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> None:
     op = "quantize_packed"
-    if weight.dtype not in FLOATS:
-        raise TypeError(f"{op}: weight has dtype {weight.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, "weight", weight)
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: weight requires a gradient, and rounding has none; call it under torch.no_grad()")
     _check_packed(op, scale, zero, order, strips, weight.shape[0] if weight.ndim else 0, ("weight", weight))
@@ -99,8 +98,7 @@ def _check_dequantize(
 def _check_product(
     op: str, name: str, x: Tensor, columns: int, codes: Tensor, packed: tuple[Tensor, ...], rows: int
 ) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, name, x)
     _check_packed(op, *packed, rows, ("codes", codes), (name, x))
     _check_codes(op, codes, packed[2])
     if x.ndim < 1 or x.shape[-1] != columns:

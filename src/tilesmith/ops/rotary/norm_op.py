@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilesmith.device import portable
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.sharding import spread
 from tilesmith.ops.rotary import norm_reference, op
 from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments
@@ -61,8 +62,7 @@ def _check(call) -> None:
 def _check_weight(name: str, weight: Tensor | None, x: Tensor, norm_dim: str) -> None:
     if weight is None:
         return
-    if weight.dtype not in op.FLOATS:
-        raise TypeError(f"{NAME}: {name} has dtype {weight.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(NAME, name, weight)
     size = x.shape[3] if norm_dim == "head" else x.shape[1] * x.shape[3]
     if weight.ndim != 1 or weight.shape[0] != size:
         raise ValueError(

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.arguments import small
 from tilesmith.engine.sharding import spread
 from tilesmith.ops.rotary import reference
 
 INTEGERS = (torch.int32, torch.int64)
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _fake(
@@ -79,8 +79,7 @@ def check_rotation(
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4:
         raise ValueError(f"{op}: q has shape {tuple(shape)}; it must be [B, H, T, D]")
-    if dtype not in FLOATS:
-        raise TypeError(f"{op}: q has dtype {dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, "q", q)
     if k is not None:
         if k.ndim != 4 or k.shape != (shape[0], k.shape[1], shape[2], shape[3]):
             needed = f"[{shape[0]}, G, {shape[2]}, {shape[3]}]"
@@ -100,7 +99,8 @@ def check_rotation(
     elif offsets is None and cu_seqlens is None:
         if shape[2] + offset > table[0]:
             raise ValueError(
-                f"{op}: cos holds {table[0]} positions; {shape[2]} tokens from offset {offset} need {shape[2] + offset}"
+                f"{op}: cos holds {table[0]} positions; {shape[2]} tokens from offset {offset} need "
+                f"{shape[2] + offset}: make longer tables"
             )
     else:
         _check_starts(op, shape, device, offsets, cu_seqlens)
@@ -113,8 +113,7 @@ def _check_angles(
         raise ValueError(
             f"{op}: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(table)} {cos.dtype}; they must agree"
         )
-    if cos.dtype not in FLOATS:
-        raise TypeError(f"{op}: cos has dtype {cos.dtype}; float16, bfloat16, float32 and float64 are served")
+    floating(op, "cos", cos)
     if cos.device != device or sin.device != device:
         raise ValueError(f"{op}: cos is on {cos.device}, sin on {sin.device}, q on {device}; move them to one device")
     batch, _, tokens, dim = shape

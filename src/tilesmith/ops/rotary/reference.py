@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import packed, readable
+
 
 def rope(
     q: Tensor,
@@ -46,7 +48,8 @@ def rope(
     Computed in at least float32 and rounded once. Code that rounds each product to the model's dtype (Hugging Face's
     ``apply_rotary_pos_emb`` in bfloat16) differs by up to its own rounding. cos and sin get no gradient.
 
-    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset.
+    Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset. On a
+    CPU also for a position that the table does not hold, and for cu_seqlens that do not ascend from 0.
     """
     cos, sin = _angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
     return _rotate(q, cos, sin, interleaved), q.new_empty(0) if k is None else _rotate(k, cos, sin, interleaved)
@@ -96,6 +99,7 @@ def _angles(
     if positions is None:
         positions = torch.arange(x.shape[2], device=x.device)
         if cu_seqlens is not None:
+            packed("cu_seqlens", cu_seqlens)
             document = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
             document = document.clamp(0, cu_seqlens.shape[0] - 2)
             positions = positions - cu_seqlens[document]
@@ -105,6 +109,11 @@ def _angles(
         positions = positions + (offset if offsets is None else offsets + offset)
     positions = positions.long() if positions.ndim == 2 else positions.long()[None]
     held = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
+    if readable(held) and not held.all():
+        raise ValueError(
+            f"positions, with offsets, has {int(positions[~held[..., 0]][0])}; cos holds the positions 0 … "
+            f"{cos.shape[0] - 1}: make tables as long as the longest sequence"
+        )
     positions = positions.clamp(0, cos.shape[0] - 1)
     return cos[positions].where(held, float("nan")), sin[positions].where(held, float("nan"))
 

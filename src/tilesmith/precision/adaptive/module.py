@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilesmith.engine.argument_checks import located
 from tilesmith.precision.adaptive.calibration import Calibration, Loss, calibration_of, check_fit
 from tilesmith.precision.adaptive.choice import Widths, by_layer, by_tile, informations, layer_bytes, uniform, widest
 from tilesmith.precision.adaptive.config import AllocationStrategy, PrecisionConfig, QuantizationMode
@@ -120,7 +121,7 @@ def create_ultra_precision_module(
     if config is not None and not isinstance(config, PrecisionConfig):
         raise TypeError(f"{OP}: config must be a PrecisionConfig, got {type(config).__name__}")
     config = config or PrecisionConfig()
-    device = None if device is None else torch.device(device)
+    device = None if device is None else located(OP, "device", device)
     if any(isinstance(m, PackedLinear) for m in model.modules()):
         raise ValueError(f"{OP}: the model is packed already")
     if calibration is None and config.quantization_mode is QuantizationMode.STATIC:
