@@ -236,8 +236,16 @@ def check_layers(mesh):
         for where in (mesh, None):
             parallel = ContextParallelAttention(16, 4, size, where, causal=causal)
             parallel.load_state_dict(alone.state_dict())
-            found = parallel(parallel.shard(x), parallel.shard(keep), tokens=13)
+            shares = parallel.shard(x), parallel.shard(keep)
+            found = parallel(*shares, tokens=13)
             torch.testing.assert_close(found[:, :held], layout.shard(expected, rank)[:, :held])
+            with pytest.raises(ValueError, match=r"shard\(\) padded 13 tokens to .* say tokens=13"):
+                parallel(*shares)
+            with pytest.raises(ValueError, match="tokens is 99; a rank's hidden_states have another number"):
+                parallel(*shares, tokens=99)
+    with pytest.raises(ValueError, match=f"is 3, but torch.distributed has {size} ranks; give device_mesh"):
+        ContextParallelAttention(16, 4, 3)
+    assert ContextParallelAttention(16, 4, 1).ring.size == 1
 
 
 def check_disagreement(mesh):

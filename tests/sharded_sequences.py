@@ -112,9 +112,11 @@ def check_what_is_not_of_tokens(mesh):
     }.items():
         with pytest.raises(ValueError, match=words):
             llama(input_ids=ids, **named)
-    bert = shard_sequence(transformers.BertModel(transformers.BertConfig(**sizes)).eval(), mesh)
-    with pytest.raises(ValueError, match=r"pooler_output of BertModel is \[2, \d+\], not of a rank's"):
-        bert(ids)
+    alone = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    bert = shard_sequence(copy.deepcopy(alone), mesh)
+    out, layout = bert(ids), model_sharding(bert).batch.layout
+    assert out.pooler_output is None
+    torch.testing.assert_close(out.last_hidden_state, layout.shard(alone(ids).last_hidden_state, mesh.get_rank()))
     with pytest.raises(ValueError, match="token_type_ids is given"):
         bert(ids, token_type_ids=torch.zeros_like(ids))
     config = transformers.LlamaConfig(**SIZES, pad_token_id=0, num_labels=-(-12 // mesh.size()))

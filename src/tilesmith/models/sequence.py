@@ -80,9 +80,9 @@ def shard_sequence(
     sinks are the model's own; padding is not attended.
 
     The loss is the mean over the labels of the whole batch, the same number on all ranks; `logits` and hidden states
-    are of this rank's tokens (`model_sharding(model).batch.layout`). gradients: "mean": the mean over the ranks
-    of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP) take it; "sum": their
-    sum.
+    are of this rank's tokens (`model_sharding(model).batch.layout`), outputs of poolers are None. gradients: "mean":
+    the mean over the ranks of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP)
+    take it; "sum": their sum.
     What a model adds to its loss beside the labels' is added as each rank has it.
 
     The model is run on a few tokens to see whether it takes positions and shifted labels as they are given. One that
@@ -91,8 +91,7 @@ def shard_sequence(
     Raises ValueError for models whose layers see other tokens than through attention (linear attention, convolutions),
     whose angles depend on the length, whose attention does not go through transformers' interface, which are not told
     positions, or have no weights yet; at a call for caches, dense masks, labels of a loss that takes no shifted ones,
-    tensors that are not sharded (`token_type_ids`, images), `logits_to_keep` and outputs that are not of tokens (of
-    pooling heads).
+    tensors that are not sharded (`token_type_ids`, images), `logits_to_keep`, and where all outputs are pooled.
     """
     transformers = _transformers()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -222,7 +221,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
     """The loss of the whole batch: its value from all ranks, its gradient from this one's tokens."""
     sharding, loss = model_sharding(model), getattr(out, "loss", None)
-    _refuse_outputs(type(model).__name__, out, sharding.batch.layout.local)
+    _without_pooled(type(model).__name__, out, sharding.batch.layout.local)
     if loss is None or kwargs.get("labels") is None:
         return out
     ring = sharding.ring
@@ -281,15 +280,18 @@ def _positions(named: dict[str, Any], rows: int, length: int, device: torch.devi
     return torch.arange(length, device=device)[None]
 
 
-def _refuse_outputs(name: str, out: Any, local: int) -> None:
-    """Raise for outputs that are not of this rank's tokens, such as those of pooling heads: they look at tokens that
-    the rank may not have."""
-    for field, x in getattr(out, "items", dict)():
-        if isinstance(x, Tensor) and x.ndim and (x.ndim < 3 or x.shape[1] != local):
-            raise ValueError(
-                f"shard_sequence: {field} of {name} is {list(x.shape)}, not of a rank's {local} tokens; take the model "
-                "without that head (of a BERT, add_pooling_layer=False) and pool hidden states of all ranks"
-            )
+def _without_pooled(name: str, out: Any, local: int) -> None:
+    """Take outputs away that are not of this rank's tokens, such as those of poolers: they look at tokens that the rank
+    may not have. Raise where nothing else is left."""
+    fields = {field: x for field, x in getattr(out, "items", dict)() if isinstance(x, Tensor) and x.ndim}
+    pooled = [field for field, x in fields.items() if x.ndim < 3 or x.shape[1] != local]
+    if pooled and len(pooled) == len(fields):
+        raise ValueError(
+            f"shard_sequence: {pooled[0]} of {name} is {list(fields[pooled[0]].shape)}, not of a rank's {local} "
+            "tokens; take the model without that head and pool the hidden states of all ranks"
+        )
+    for field in pooled:
+        out[field] = None
 
 
 def _batch(named: dict[str, Any], positions: Tensor, rows: int, length: int, size: int, model: nn.Module) -> Batch:
