@@ -413,10 +413,11 @@ def test_the_choice_says_why():
         (ops.Mask(causal=True), ops.Score(alibi=torch.rand(8)), torch.float32),
     ],
 )
-def test_the_explanation_is_of_the_call(mask, score, dtype, caplog):
+def test_the_explanation_is_of_the_call(mask, score, dtype, caplog, monkeypatch):
     """What is asked beforehand is what the call takes, and tells at INFO when it first does."""
     layout = Layout.zigzag(1024, 8)
     attention._DECISIONS.clear()
+    monkeypatch.setattr(attention.log, "disabled", False)  # import-linter's logging config disables others' loggers
     said = explain_context_parallel(1024, 8, heads=8, head_dim=8, mask=mask, score=score, dtype=dtype)
     x = [layout.shard(torch.randn(1, 8, 1024, 8, dtype=dtype), rank, 2) for rank in range(8)]
     with caplog.at_level("INFO", "tilesmith"):
