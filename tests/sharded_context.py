@@ -5,6 +5,7 @@ import contextlib
 import copy
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -235,8 +236,16 @@ def check_layers(mesh):
         for where in (mesh, None):
             parallel = ContextParallelAttention(16, 4, size, where, causal=causal)
             parallel.load_state_dict(alone.state_dict())
-            found = parallel(parallel.shard(x), parallel.shard(keep), tokens=13)
+            shares = parallel.shard(x), parallel.shard(keep)
+            found = parallel(*shares, tokens=13)
             torch.testing.assert_close(found[:, :held], layout.shard(expected, rank)[:, :held])
+            with pytest.raises(ValueError, match=r"shard\(\) padded 13 tokens to .* say tokens=13"):
+                parallel(*shares)
+            with pytest.raises(ValueError, match="tokens is 99; a rank's hidden_states have another number"):
+                parallel(*shares, tokens=99)
+    with pytest.raises(ValueError, match=f"is 3, but torch.distributed has {size} ranks; give device_mesh"):
+        ContextParallelAttention(16, 4, 3)
+    assert ContextParallelAttention(16, 4, 1).ring.size == 1
 
 
 def check_disagreement(mesh):
@@ -245,8 +254,8 @@ def check_disagreement(mesh):
     odd = rank == last
     good = [torch.randn(1, 4, 8, 8) for _ in range(3)]
 
-    def call(q, k, v, causal=True, **more):
-        return context_parallel_attention(q, k, v, mesh, ops.Mask(causal=causal), **more)
+    def call(q, k, v, causal=True, dense=None, **more):
+        return context_parallel_attention(q, k, v, mesh, ops.Mask(causal=causal, dense=dense), **more)
 
     short = [x[:, :, :6] for x in good]
     few = [good[0], good[1][:, :2], good[2][:, :2]]
@@ -258,6 +267,10 @@ def check_disagreement(mesh):
         "causal": lambda: call(*good, causal=not odd),
         "cu_seqlens": lambda: call(*good, cu_seqlens=(0, 8 if odd else 4, 8 * mesh.size())),
         "layout": lambda: call(*good, layout="contiguous" if odd else "zigzag"),
+        "sinks": lambda: call(*good, sinks=None if odd else torch.zeros(4)),
+        "dense": lambda: call(*good, dense=torch.ones(8, 1 if odd else 8 * mesh.size(), dtype=torch.bool)),
+        "scale": lambda: call(*good, score=ops.Score(scale=np.float32(0.25 if odd else 0.5))),
+        "requires_grad": lambda: call(good[0].clone().requires_grad_(odd), *good[1:]),
     }
     for field, run in cases.items():
         call(*good)
@@ -266,6 +279,58 @@ def check_disagreement(mesh):
             run()
         assert time.monotonic() - began < 5
     call(*good)
+
+
+def check_the_order_of_backwards(mesh):
+    """Two calls of one shape: ranks that take their gradients in another order would mix them up."""
+    odd = mesh.get_rank() == mesh.size() - 1
+    calls = [[torch.randn(1, 2, 8, 8).requires_grad_() for _ in range(3)] for _ in range(2)]
+    for mode in ("ring", "ulysses"):
+        outs = [context_parallel_attention(*x, mesh, ops.Mask(causal=True), mode=mode)[0] for x in calls]
+        with pytest.raises(ValueError, match="backward: number of the call must be the same on all ranks"):
+            torch.autograd.grad(outs[int(odd)].sum(), calls[int(odd)], retain_graph=True)
+        for out, x in zip(outs, calls):
+            torch.autograd.grad(out.sum(), x)
+    out, _ = context_parallel_attention(*calls[0], mesh)
+    with pytest.raises(ValueError, match="pass must be the same on all ranks, got 'forward' on rank 0"):
+        out.sum().backward() if odd else context_parallel_attention(*calls[0], mesh)
+
+
+def check_mistakes_of_one_rank(mesh):
+    """Every rank hears at once what the last one was refused, and can go on."""
+    last = mesh.size() - 1
+    odd = mesh.get_rank() == last
+    q, k, v = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 8, 8)
+    ids = torch.zeros(1, 8, dtype=torch.int32)
+
+    def call(q=q, k=k, v=v, **more):
+        return context_parallel_attention(q, k, v, mesh, **more)
+
+    three = torch.randn(1, 3, 8, 8)
+    cases = {
+        "q must be .batch, heads, tokens": lambda: call(q[0] if odd else q),
+        "k has dtype torch.bfloat16 and q": lambda: call(k=k.bfloat16() if odd else k),
+        "k has 3 heads, which does not divide": lambda: call(**({"k": three, "v": three} if odd else {})),
+        "mode must be one of": lambda: call(mode="rings" if odd else "ring"),
+        "documents . 1 >= 2 ascending": lambda: call(cu_seqlens=(0, 5, 3) if odd else (0, 5, 8)),
+        "cu_seqlens must hold ints": lambda: call(cu_seqlens=torch.tensor([0, 5.5, 8]) if odd else (0, 5, 8)),
+        "dropout_p must be in": lambda: call(dropout_p=2.0 if odd else 0.0),
+        "an even number of tokens": lambda: call(*(x[:, :, :7] if odd else x for x in (q, k, v))),
+        r"sinks must be \[4\]": lambda: call(sinks=torch.zeros(3 if odd else 4)),
+        r"documents=...\) must be int32": lambda: call(mask=ops.Mask(documents=ids.long() if odd else ids)),
+        r"dense=...\) must be": lambda: call(mask=ops.Mask(dense=torch.ones(8, 9 if odd else 1, dtype=torch.bool))),
+        "mask must be a Mask": lambda: call(mask=True if odd else ops.Mask()),
+        "degree must be at least 1": lambda: call(mode="hybrid", degree=0 if odd else 1),
+        "degree is for mode 'hybrid'": lambda: call(mode="ring", degree=1 if odd else None),
+        "kernel 'cudnn' cannot serve": lambda: call(kernel="cudnn" if odd else "tilesmith"),
+    }
+    for words, run in cases.items():
+        began = time.monotonic()
+        told = f"^context_parallel_attention: .*{words}" if odd else f"forward: refused on rank {last}: .*{words}"
+        with pytest.raises((ValueError, TypeError), match=told):
+            run()
+        assert time.monotonic() - began < 5, words
+        call()
 
 
 def check_refusals(mesh):
@@ -296,6 +361,8 @@ def check_refusals(mesh):
             run()
     with pytest.raises(TypeError, match="group must be a process group"):
         context_parallel_attention(x, x, x, "cuda")
+    with pytest.raises(ValueError, match="timeout is 5, but group is a Ring"):
+        context_parallel_attention(x, x, x, ProcessGroupRing(mesh.get_group()), timeout=5)
 
 
 class _Lost(ProcessGroupRing):
@@ -328,8 +395,9 @@ def check_a_rank_lost_in_the_middle(mesh):
 
 
 def check_a_stalled_rank(mesh):
-    """Last of all: what comes after it on the group is lost."""
-    ring, x = ProcessGroupRing(mesh.get_group(), timeout=1.0), torch.randn(1, 2, 8, 8)
+    """On a group of its own: what comes after it there is lost."""
+    group = dist.new_group(list(range(mesh.size())), backend="gloo")
+    ring, x = ProcessGroupRing(group, timeout=1.0), torch.randn(1, 2, 8, 8)
     if mesh.get_rank() == mesh.size() - 1:
         time.sleep(2.5)
         return

@@ -63,6 +63,94 @@ def check_models_of_transformers(mesh):
         torch.testing.assert_close(sharded.eval()(**batches["plain"]).loss, model.eval()(**batches["plain"]).loss)
 
 
+def check_positions(mesh):
+    """A model that numbers positions in its own way is served with its own, and refused without."""
+    transformers = pytest.importorskip("transformers")
+    from optimize_models import SIZES
+    from tilesmith.models import shard_sequence
+
+    ids = torch.randint(3, VOCABULARY, (2, 12))
+    left, right = torch.ones(2, 2, 12, dtype=torch.long)
+    left[0, :4], right[1, 9:] = 0, 0
+    ids[0, :4] = 1  # RoBERTa's padding
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    roberta = transformers.RobertaForCausalLM(transformers.RobertaConfig(**sizes, is_decoder=True))
+    more = {"ffn_dim": 64, "word_embed_proj_dim": sizes["hidden_size"], "dropout": 0.0}
+    del sizes["intermediate_size"]
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **more))
+    own = {"roberta": left.cumsum(1) * left + 1, "opt": left.cumsum(1) * left - 1}
+    for name, model, mask, words in (
+        ("roberta", roberta, left, "numbers positions in its own way"),
+        ("opt", opt, left, "numbers positions by attention_mask"),
+        ("opt", opt, right, None),
+    ):
+        sharded = shard_sequence(copy.deepcopy(model.eval()), mesh)
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+        batch["labels"][0, 4] = -100  # padding would predict it
+        expected = model(**batch).loss
+        if words is not None:
+            with pytest.raises(ValueError, match=words):
+                sharded(**batch)
+            batch["position_ids"] = own[name]
+        torch.testing.assert_close(sharded(**batch).loss, expected, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def check_what_is_not_of_tokens(mesh):
+    """Outputs and arguments that a rank cannot have, and losses of a model's own."""
+    transformers = pytest.importorskip("transformers")
+    from optimize_models import SIZES, build
+    from tilesmith.models import model_sharding, shard_sequence
+
+    ids = torch.randint(3, VOCABULARY, (2, 12))
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    llama = shard_sequence(build("llama"), mesh)
+    for words, named in {
+        r"position_ids must be \[1 or 2, 12\], got \[3, 2, 12\]": {"position_ids": torch.zeros(3, 2, 12).long()},
+        "logits_to_keep would be of each rank's own": {"logits_to_keep": 1},
+        "return_dict must not be False": {"return_dict": False},
+        "pixel_values is given; of tensors only": {"pixel_values": torch.zeros(1)},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            llama(input_ids=ids, **named)
+    alone = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    bert = shard_sequence(copy.deepcopy(alone), mesh)
+    out, layout = bert(ids), model_sharding(bert).batch.layout
+    assert out.pooler_output is None
+    torch.testing.assert_close(out.last_hidden_state, layout.shard(alone(ids).last_hidden_state, mesh.get_rank()))
+    with pytest.raises(ValueError, match="token_type_ids is given"):
+        bert(ids, token_type_ids=torch.zeros_like(ids))
+    config = transformers.LlamaConfig(**SIZES, pad_token_id=0, num_labels=-(-12 // mesh.size()))
+    classifier = shard_sequence(transformers.LlamaForSequenceClassification(config), mesh)
+    with pytest.raises(ValueError, match="logits of LlamaForSequenceClassification is"):
+        classifier(ids)
+    bart = transformers.BartConfig(vocab_size=VOCABULARY, d_model=32, decoder_layers=1, decoder_attention_heads=4)
+    with pytest.raises(ValueError, match=r"BartForCausalLM.forward takes no position_ids"):
+        shard_sequence(transformers.BartForCausalLM(bart), mesh)
+    with torch.device("meta"), pytest.raises(ValueError, match="are on the meta device"):
+        shard_sequence(build("llama"), mesh)
+
+    class Deaf(transformers.LlamaForCausalLM):
+        """Positions and labels come in, and nothing comes of them."""
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **more):
+            given = position_ids if self.listens else None
+            out = super().forward(input_ids, attention_mask, given)
+            if labels is not None:
+                out.loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return out
+
+    config = transformers.LlamaConfig(**SIZES)
+    Deaf.listens = False
+    model = Deaf(config)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="position_ids make no difference to Deaf"):
+        shard_sequence(model, mesh)
+    assert model_sharding(model) is None and model.config._attn_implementation == before
+    Deaf.listens = True
+    with pytest.raises(ValueError, match="the loss of Deaf takes no shift_labels"):
+        shard_sequence(model, mesh)(input_ids=ids, labels=ids)
+
+
 def check_models_that_are_refused(mesh):
     pytest.importorskip("transformers")
     import transformers

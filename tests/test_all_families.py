@@ -100,4 +100,8 @@ def test_a_norm_over_channels_and_places_is_no_layer_norm():
     """On [rows, width] nn.GroupNorm of one group is one."""
     result = all_families.run("image_classification/poolformer")
     assert result.outcome == "right", result.told
-    assert ("norm", "PoolFormerGroupNorm", "it normalises over groups of channels, for which there is no op") in result.left
+    assert (
+        "norm",
+        "PoolFormerGroupNorm",
+        "it normalises over groups of channels, for which there is no op",
+    ) in result.left

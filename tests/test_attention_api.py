@@ -53,6 +53,11 @@ def test_the_factory_builds_what_the_configuration_says():
     [
         ({"d_model": 0}, ValueError, "d_model must be at least 1"),
         ({"d_model": 30}, ValueError, "num_heads is 4, which does not divide d_model, 30"),
+        ({"pattern": P.SPARSE, "block_size": 48}, ValueError, "block_size must be None or one of"),
+        ({"pattern": P.SPARSE, "softcap": 2.0}, ValueError, "softcap is not served with DYNAMIC_THRESHOLD"),
+        ({"scale": "x"}, TypeError, "scale must be a number"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite"),
+        ({"scale": -1.0}, ValueError, "scale must be above 0"),
         ({"num_kv_heads": 3}, ValueError, "num_kv_heads is 3, which does not divide num_heads, 4"),
         ({"pattern": "causal"}, TypeError, "pattern must be an AttentionPatterns"),
         ({"pattern": P.SLIDING_WINDOW}, ValueError, "window must be given with SLIDING_WINDOW"),
@@ -92,11 +97,30 @@ def test_contradictions_are_refused(fields, error, message):
         ({"index_samples": 12}, ValueError, "index_samples must be a power of two"),
         ({"index_samples": 32}, ValueError, "index_samples is for LEARNED"),
         ({"index_target": "all"}, ValueError, "index_target must be one of"),
+        ({"index_target": "dense"}, ValueError, "index_target is for LEARNED; pattern is DYNAMIC_THRESHOLD"),
+        ({"index_loss_weight": 0.5}, ValueError, "index_loss_weight is for LEARNED"),
+        ({"seed": 1}, ValueError, "seed is for RANDOM"),
+        ({"first": 2, "pattern": SparsePattern.RANDOM}, ValueError, "first is for DYNAMIC_THRESHOLD and LEARNED"),
+        ({"last": 2, "pattern": SparsePattern.STRIDED}, ValueError, "last is for DYNAMIC_THRESHOLD and LEARNED"),
     ],
 )
 def test_the_sparse_layer_refuses(options, error, message):
     with pytest.raises(error, match=f"^DynamicSparseAttention: {message}"):
         DynamicSparseAttention(32, 4, **options)
+
+
+@pytest.mark.parametrize("pattern", SparsePattern)
+def test_the_sparse_layer_serves_an_empty_batch(pattern):
+    layer, x = DynamicSparseAttention(32, 4, 0.9, pattern, block_size=16), torch.randn(0, 64, 32, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape and (layer.index_loss is None or layer.index_loss == 0)
+
+
+def test_layers_name_their_own_arguments():
+    for make in (create_sparse_attention, FlashAttention3):
+        with pytest.raises(ValueError, match="num_heads is 5, which does not divide d_model, 64"):
+            make(64, 5)
 
 
 def test_inputs_are_refused_by_name():

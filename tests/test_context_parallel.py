@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tilesmith.distributed.attention as attention
 import tilesmith.distributed.pieces as pieces_module
 import tilesmith.distributed.schedule as schedule_module
 from test_sharding import run_checks
@@ -324,14 +325,58 @@ def test_rows_that_see_nothing():
     shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(4)] for x in (q, k, v)]
     for mode in ("allgather", "ring", "hybrid"):
         outs, lses = context_parallel_attention(
-            *shards, LocalRing(4), ops.Mask(causal=True), mode=mode, degree=2, layout=layout, cu_seqlens=starts
-        )
+            *shards, LocalRing(4), ops.Mask(causal=True), mode=mode, degree=2 if mode == "hybrid" else None,
+            layout=layout, cu_seqlens=starts,
+        )  # fmt: skip
         out, lse = layout.unshard(outs, 2), layout.unshard(lses, 2)
         expected = ops.attention(*(x[:, :, :4] for x in (q, k, v)), ops.Mask(causal=True))
         torch.testing.assert_close((out[:, :, :4], lse[:, :, :4]), expected)
         assert not out[:, :, 4:].any() and (lse[:, :, 4:] == float("-inf")).all()
         grads = torch.autograd.grad(out.sum(), [x for each in shards for x in each])
         assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses"])
+def test_the_gradient_of_lse_where_a_rank_holds_no_token(mode):
+    layout = Layout.contiguous(2, 4)
+    q, k, v = (torch.randn(1, 4, 2, 8, dtype=torch.float64).requires_grad_() for _ in range(3))
+    shards = [[layout.shard(x, rank, 2) for rank in range(4)] for x in (q, k, v)]
+    _, lses = context_parallel_attention(*shards, LocalRing(4), ops.Mask(causal=True), layout=layout, mode=mode)
+    _, lse = ops.attention(q, k, v, ops.Mask(causal=True))
+    found, exact = (torch.autograd.grad(x.sum(), (q, k)) for x in (layout.unshard(lses, 2), lse))
+    torch.testing.assert_close(found, exact)
+
+
+def test_gradients_of_gradients_are_refused():
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out, _ = context_parallel_attention([x, x], [x, x], [x, x], LocalRing(2))
+    for loss in (out[0].sum(), out[0].square().sum()):
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="gradients of its gradients are not served"):
+            torch.autograd.grad(dx.sum(), x)
+
+
+def test_refusals():
+    x = [torch.randn(1, 4, 8, 8)] * 2
+    for kind, match, named in [
+        (ValueError, "degree must be at least 1, got 0", {"mode": "hybrid", "degree": 0}),
+        (ValueError, "degree must divide the 2 ranks, got 3", {"mode": "hybrid", "degree": 3}),
+        (TypeError, "degree must be an int, got '2'", {"mode": "hybrid", "degree": "2"}),
+        (ValueError, "degree is for mode 'hybrid', got 2 with mode 'auto'", {"degree": 2}),
+        (TypeError, "mask must be a Mask, got bool True", {"mask": True}),
+        (TypeError, "score must be a Score, got float 0.3", {"score": 0.3}),
+        (TypeError, "deterministic must be True or False, got 'yes'", {"deterministic": "yes"}),
+        (ValueError, "timeout is -1, but group is a Ring", {"timeout": -1}),
+        (ValueError, "cu_seqlens ends at 99", {"cu_seqlens": (0, 99)}),
+    ]:
+        with pytest.raises(kind, match=match):
+            context_parallel_attention(x, x, x, LocalRing(2), **named)
+
+
+@pytest.mark.parametrize("ranges", [(((0, 8),), ((0, 8),)), (((0, 8),), ((8, 12),)), (((8, 16),), ((4, 8), (0, 4)))])
+def test_a_layout_holds_each_token_once(ranges):
+    with pytest.raises(ValueError, match="Layout: (ranges must hold each of the 16 tokens once|the ranges of a rank)"):
+        Layout(16, ranges, 8)
 
 
 def test_shared_heads():
@@ -357,6 +402,30 @@ def test_the_choice_says_why():
     assert said.mode in ("ring", "ulysses") and "GB" in said.reason
     refused = explain_context_parallel(4096, 8, heads=6, machine=machine)
     assert "cannot be shared out" in str(refused)
+
+
+@pytest.mark.parametrize(
+    "mask, score, dtype",
+    [
+        (ops.Mask(causal=True), ops.Score(), torch.bfloat16),
+        (ops.Mask(causal=True), ops.Score(), torch.float32),
+        (ops.Mask(causal=True, documents=torch.zeros(1, 1024, dtype=torch.int32)), ops.Score(), torch.float32),
+        (ops.Mask(causal=True), ops.Score(alibi=torch.rand(8)), torch.float32),
+    ],
+)
+def test_the_explanation_is_of_the_call(mask, score, dtype, caplog, monkeypatch):
+    """What is asked beforehand is what the call takes, and tells at INFO when it first does."""
+    layout = Layout.zigzag(1024, 8)
+    attention._DECISIONS.clear()
+    monkeypatch.setattr(attention.log, "disabled", False)  # import-linter's logging config disables others' loggers
+    said = explain_context_parallel(1024, 8, heads=8, head_dim=8, mask=mask, score=score, dtype=dtype)
+    x = [layout.shard(torch.randn(1, 8, 1024, 8, dtype=dtype), rank, 2) for rank in range(8)]
+    with caplog.at_level("INFO", "tilesmith"):
+        for _ in range(2):
+            context_parallel_attention(x, x, x, LocalRing(8), mask, score, layout=layout)
+    told = [record.getMessage() for record in caplog.records if "mode 'auto' takes" in record.getMessage()]
+    assert len(told) == 1 and told[0].endswith(f"takes {said}")
+    assert mask.documents is None or said.mode == "allgather"
 
 
 def test_the_guide_runs(capsys):

@@ -27,6 +27,7 @@ def _masks():
         "keys as a plane": (plane, plane, None),
         "added to keys": (hidden, plane, None),
         "added": (added, None, added),
+        "added to keys, any number": (added[:, :, :1], None, added[:, :, :1]),
         "dense": (dense, dense, None),
     }
 
@@ -68,6 +69,7 @@ def test_refusals():
         (lambda: create_ring_attention(32, 4, max_sequence_length=0), "max_sequence_length must be at least 1"),
         (lambda: layer(x[0]), r"hidden_states must be \[batch, tokens, 32\]"),
         (lambda: layer(x, torch.ones(2, 5, dtype=torch.bool)), r"attention_mask must be \[2, 6\]"),
+        (lambda: layer(x, torch.ones(2, 6)), "attention_mask is floating and holds 0 and 1"),
         (lambda: create_context_parallel_attention(32, 4, 3, ["cpu"] * 2), "is 3; device_mesh has 2 devices"),
     ):
         with pytest.raises(ValueError, match=match):

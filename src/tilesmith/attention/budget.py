@@ -30,6 +30,13 @@ def checked_sparsity(of: str, sparsity: float) -> float:
     return float(sparsity)
 
 
+def checked_block(of: str, block_size: int | None) -> int | None:
+    """block_size, or an error unless it is None or one of `BLOCK_SIZES`."""
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        raise ValueError(f"{of}: block_size must be None or one of {BLOCK_SIZES}, got {block_size!r}")
+    return block_size
+
+
 @lru_cache(maxsize=128)
 def budget(
     tokens: int,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from tilesmith.attention.budget import checked_sparsity
-from tilesmith.attention.patterns import SparsePattern
+from tilesmith.attention.budget import checked_block, checked_sparsity
+from tilesmith.attention.patterns import SparsePattern, refuse_softcap
 from tilesmith.engine.argument_checks import flag, number, probability, size
 
 
@@ -64,6 +64,8 @@ class AttentionConfig:
             flag(name, field, getattr(self, field))
         probability(name, "dropout", self.dropout)
         number(name, "softcap", self.softcap, 0.0)
+        if self.scale is not None and number(name, "scale", self.scale) <= 0:
+            raise ValueError(f"{name}: scale must be above 0, got {self.scale}")
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"{name}: num_heads is {self.num_heads}, which does not divide d_model, {self.d_model}; take a divisor"
@@ -101,6 +103,9 @@ class AttentionConfig:
             checked_sparsity(name, self.sparsity_ratio)
         if self.sparse_pattern is not None and not isinstance(self.sparse_pattern, SparsePattern):
             raise TypeError(f"{name}: sparse_pattern must be a SparsePattern, got {self.sparse_pattern!r}")
+        checked_block(name, self.block_size)
+        if sparse:
+            refuse_softcap(name, self.softcap, self.sparse_pattern or SparsePattern.DYNAMIC_THRESHOLD)
 
     def shared(self) -> dict[str, object]:
         """The fields that every layer takes under the same name, but its sizes."""

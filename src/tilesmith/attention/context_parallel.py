@@ -19,11 +19,11 @@ class ContextParallelAttention(nn.Module):
     """out_proj(attention(qkv_proj(hidden_states))), attention shared out over context_parallel_size devices by tokens.
 
     d_model features in num_heads heads. device_mesh: a list of devices of this process, or a DeviceMesh of
-    torch.distributed. None: the ranks of the default process group, if there is one of that size; else so many GPUs of
-    this process, if there are; else shards on one device, which computes the same in turns. mode: as of
-    `context_parallel_attention`. causal: no key behind a query. Without a process group `forward` takes and gives whole
-    sequences; with one this rank's tokens (`shard`). Raises ValueError where num_heads does not divide d_model, or the
-    devices are not context_parallel_size many.
+    torch.distributed. None: the ranks of the default process group, if it has that many; one device of this process, if
+    context_parallel_size is 1; else, without other ranks, so many GPUs of this process, if there are, or shards on one
+    device, which computes the same in turns. mode: as of `context_parallel_attention`. causal: no key behind a query.
+    Without a process group `forward` takes and gives whole sequences; with one this rank's tokens (`shard`). Raises
+    ValueError where num_heads does not divide d_model, or the devices or ranks are not context_parallel_size many.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class ContextParallelAttention(nn.Module):
         self.d_model, self.num_heads, self.context_parallel_size = d_model, num_heads, context_parallel_size
         self.mode, self.causal = mode, causal
         self.ring = _ring(name, context_parallel_size, device_mesh)
+        self._sharded: Layout | None = None  # of the last `shard`
         device = self.ring.devices[0] if isinstance(self.ring, LocalRing) else _device_of(device_mesh)
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
         self.out_proj = nn.Linear(d_model, d_model, bias, device, dtype)
@@ -62,7 +63,8 @@ class ContextParallelAttention(nn.Module):
         """This rank's tokens of x, whose `dim` are those of the whole sequence. Raises where one process has all."""
         if isinstance(self.ring, LocalRing):
             raise ValueError("ContextParallelAttention: one process holds all devices; forward takes whole sequences")
-        return self.layout(x.shape[dim]).shard(x, self.ring.ranks[0], dim)
+        self._sharded = self.layout(x.shape[dim])
+        return self._sharded.shard(x, self.ring.ranks[0], dim)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, tokens: int | None = None
@@ -70,7 +72,8 @@ class ContextParallelAttention(nn.Module):
         """hidden_states [B, N, d_model] to [B, N, d_model]: the whole sequence, or with a process group this rank's.
 
         attention_mask: as of `RingAttentionLayer.forward`. tokens: of the whole sequence, with a process group where
-        the ranks' shares are padded; N times the ranks if None.
+        the ranks' shares are padded; N times the ranks if None, which is refused for as many tokens as `shard` has
+        padded.
         """
         tensor("ContextParallelAttention", "hidden_states", hidden_states)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.d_model:
@@ -82,7 +85,7 @@ class ContextParallelAttention(nn.Module):
             x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1)
         )
         local = isinstance(self.ring, LocalRing)
-        whole = q.shape[2] * (1 if local else self.context_parallel_size) if tokens is None else tokens
+        whole = self._tokens(q.shape[2], tokens)
         layout = self.layout(whole)
         mask, score = attention_terms("ContextParallelAttention", attention_mask, q, whole, self.causal)
         named = {"mode": self.mode, "layout": layout}
@@ -95,6 +98,25 @@ class ContextParallelAttention(nn.Module):
         else:
             out, _ = context_parallel_attention(q, k, v, self.ring, mask, score, **named)
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _tokens(self, held: int, tokens: int | None) -> int:
+        """Tokens of the whole sequence, of which this process was given `held`."""
+        name, known = "ContextParallelAttention", self._sharded
+        if isinstance(self.ring, LocalRing):
+            if tokens not in (None, held):
+                raise ValueError(f"{name}: tokens is {tokens}, but hidden_states have all {held}; leave tokens out")
+            return held
+        if tokens is not None:
+            if self.layout(size(name, "tokens", tokens)).local != held:
+                raise ValueError(f"{name}: tokens is {tokens}; a rank's hidden_states have another number, {held}")
+            return tokens
+        every = held * self.context_parallel_size
+        if known is not None and known.local == held and known.tokens != every:
+            raise ValueError(
+                f"{name}: shard() padded {known.tokens} tokens to {held} on each rank; say tokens={known.tokens}, or "
+                f"tokens={every} if there is no padding"
+            )
+        return every
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, num_heads={self.num_heads}, context_parallel_size={self.context_parallel_size}"
@@ -123,10 +145,15 @@ def _ring(name: str, count: int, mesh: Sequence[torch.device | str] | DeviceMesh
         ring = LocalRing(mesh)
     elif dist.is_available() and dist.is_initialized() and dist.get_world_size() == count:
         ring = ring_of(None)
-    elif torch.cuda.device_count() >= count:
+    elif count > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"{name}: context_parallel_size is {count}, but torch.distributed has {dist.get_world_size()} ranks; give "
+            "device_mesh: a DeviceMesh of the ranks that share a sequence, or devices of this process"
+        )
+    elif count > 1 and torch.cuda.device_count() >= count:
         ring = LocalRing([torch.device("cuda", i) for i in range(count)])
     else:
-        ring = LocalRing([torch.device("cuda" if torch.cuda.is_available() else "cpu")] * count)
+        ring = LocalRing([_device_of(None)] * count)
     if ring.size != count:
         raise ValueError(f"{name}: context_parallel_size is {count}; device_mesh has {ring.size} devices")
     return ring

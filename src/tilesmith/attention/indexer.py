@@ -73,7 +73,8 @@ def indexer_loss(scores: Tensor, target: Tensor, keep: Tensor) -> Tensor:
     alive = shown.any(-1, keepdim=True)
     logits = torch.where(shown, scores, torch.where(alive, float("-inf"), 0.0))
     log_p = torch.where(shown, torch.log_softmax(logits, -1), 0.0)
-    return (torch.xlogy(target, target) - target * log_p).sum(-1).mean()
+    losses = (torch.xlogy(target, target) - target * log_p).sum(-1)
+    return losses.mean() if losses.numel() else losses.sum()
 
 
 class WithLoss(torch.autograd.Function):

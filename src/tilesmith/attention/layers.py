@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.engine import Choice, explain
-from tilesmith.engine.argument_checks import flag, size, tensor
+from tilesmith.engine.argument_checks import divides, flag, size, tensor
 from tilesmith.nn import Attention, RotaryEmbedding
 
 
@@ -43,6 +43,7 @@ class FlashAttention3(Attention):
         name = type(self).__name__
         size(name, "d_model", d_model)
         size(name, "num_heads", num_heads)
+        divides(name, "num_heads", num_heads, "d_model", d_model)
         for argument, value in {"causal": causal, "bias": bias, "qk_norm": qk_norm}.items():
             flag(name, argument, value)
         if max_sequence_length is not None:

@@ -35,7 +35,14 @@ class SparsePattern(Enum):
     LEARNED = "learned"
 
 
+RANKING = (SparsePattern.DYNAMIC_THRESHOLD, SparsePattern.LEARNED)
 CLOSED = (SparsePattern.RANDOM, SparsePattern.BLOCK_SPARSE, SparsePattern.STRIDED, SparsePattern.LOCAL_GLOBAL)
+
+
+def refuse_softcap(of: str, softcap: float, pattern: SparsePattern) -> None:
+    """Raise ValueError for a softcap beside a pattern whose shares know none."""
+    if softcap and pattern in RANKING:
+        raise ValueError(f"{of}: softcap is not served with {pattern.name}, whose shares know none")
 
 
 def pattern_blocks(

@@ -58,9 +58,9 @@ class RingAttentionLayer(nn.Module):
         attention_mask: [B, N] or [B, 1, 1, N], of the keys; or [B|1, H|1, N, S], this rank's queries and the keys of
         the whole sequence in their order. Bool or integers: True, or other than 0, may be attended. Floating: added to
         the scores; over several ranks [B, N] and [B, 1, 1, N] then hold only 0 and what hides a key (at most half of
-        the dtype's lowest number). A query that may attend to nothing gets 0 from the attention. layout: which tokens
-        this rank holds, if
-        not an equal share. Raises ValueError for a sequence over max_sequence_length, and for other masks.
+        the dtype's lowest number), and nowhere only 0 and 1, which look like what may be attended. A query that may
+        attend to nothing gets 0 from the attention. layout: which tokens this rank holds, if not an equal share. Raises
+        ValueError for a sequence over max_sequence_length, and for other masks.
         """
         tensor("RingAttentionLayer", "hidden_states", hidden_states)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.d_model:
@@ -140,8 +140,14 @@ def _seen(name: str, mask: Tensor, sharded: bool) -> Tensor | None:
     if not mask.is_floating_point():
         return mask != 0
     hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if bool((hidden | (mask == 0)).all()):
+    additive, kept = torch.stack(((hidden | (mask == 0)).all(), ((mask == 0) | (mask == 1)).all())).tolist()
+    if additive:
         return ~hidden
+    if kept:
+        raise ValueError(
+            f"{name}: attention_mask is floating and holds 0 and 1, which would be added to scores; give a bool or an "
+            "integer mask of the keys that may be attended"
+        )
     if not sharded:
         return None
     raise ValueError(

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.attention.budget import BLOCK_SIZES, Budget, budget, checked_sparsity, fitting_block
+from tilesmith.attention.budget import BLOCK_SIZES, Budget, budget, checked_block, checked_sparsity, fitting_block
 from tilesmith.attention.estimate import chosen_blocks, estimated_shares
 from tilesmith.attention.indexer import BlockIndexer, WithLoss, indexer_loss
 from tilesmith.attention.layers import FlashAttention3
-from tilesmith.attention.patterns import CLOSED, SparsePattern, pattern_blocks
+from tilesmith.attention.patterns import CLOSED, RANKING, SparsePattern, pattern_blocks, refuse_softcap
 from tilesmith.attention.report import SparsityReport, sparsity_report
 from tilesmith.engine.argument_checks import choice, flag, number, size
 from tilesmith.nn import RotaryEmbedding
@@ -33,7 +33,8 @@ class DynamicSparseAttention(FlashAttention3):
         DYNAMIC_THRESHOLD and LEARNED keep whatever their scores are, within the budget.
     mass: DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention; 1: as many as
         the budget allows.
-    seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None.
+    seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None. What a pattern does not listen to is refused
+        unless it is the default.
     index_samples: of a block, how many means of neighbouring tokens the indexer scores (`BlockIndexer`), and how many
         queries, evenly spaced, measure the attention that is its target: a power of two. Blocks of no more tokens have
         all of theirs scored and measured; 128: those of any size.
@@ -71,8 +72,7 @@ class DynamicSparseAttention(FlashAttention3):
         name = "DynamicSparseAttention"
         if not isinstance(pattern, SparsePattern):
             raise TypeError(f"{name}: pattern must be a SparsePattern, got {pattern!r}")
-        if block_size is not None and block_size not in BLOCK_SIZES:
-            raise ValueError(f"{name}: block_size must be None or one of {BLOCK_SIZES}, got {block_size!r}")
+        checked_block(name, block_size)
         if not 0.0 < number(name, "mass", mass) <= 1.0:
             raise ValueError(f"{name}: mass must be in (0, 1], got {mass}")
         if mass < 1.0 and pattern is not SparsePattern.DYNAMIC_THRESHOLD:
@@ -82,28 +82,31 @@ class DynamicSparseAttention(FlashAttention3):
         learned = pattern is SparsePattern.LEARNED
         if options.get("window") is not None:
             raise ValueError(f"{name}: window is not served; LOCAL_GLOBAL is the pattern for what lies near")
-        if options.get("softcap") and pattern in (SparsePattern.DYNAMIC_THRESHOLD, SparsePattern.LEARNED):
-            raise ValueError(f"{name}: softcap is not served with {pattern.name}, whose shares know none")
+        refuse_softcap(name, options.get("softcap", 0.0), pattern)
         if top_blocks is not None:
             size(name, "top_blocks", top_blocks)
             if pattern in CLOSED:
                 raise ValueError(f"{name}: top_blocks is for patterns that rank blocks; pattern is {pattern.name}")
-        if index_dim is not None and not learned:
-            raise ValueError(f"{name}: index_dim is for LEARNED; pattern is {pattern.name}")
         if size(name, "index_samples", index_samples) & (index_samples - 1):
             raise ValueError(f"{name}: index_samples must be a power of two, got {index_samples}")
-        if index_samples != 16 and not learned:
-            raise ValueError(f"{name}: index_samples is for LEARNED; pattern is {pattern.name}")
-        sparsity = checked_sparsity(name, sparsity_ratio)
+        choice(name, "index_target", index_target, ("selected", "dense"))
+        number(name, "index_loss_weight", index_loss_weight, 0.0)
         size(name, "first", first, 0)
         size(name, "last", last, 1)
         size(name, "seed", seed, 0)
+        _refuse_ignored(name, pattern, {
+            "index_dim": (index_dim, None, (SparsePattern.LEARNED,)),
+            "index_samples": (index_samples, 16, (SparsePattern.LEARNED,)),
+            "index_target": (index_target, "selected", (SparsePattern.LEARNED,)),
+            "index_loss_weight": (index_loss_weight, 1.0, (SparsePattern.LEARNED,)),
+            "first": (first, 1, RANKING), "last": (last, 1, RANKING), "seed": (seed, 0, (SparsePattern.RANDOM,)),
+        })  # fmt: skip
+        sparsity = checked_sparsity(name, sparsity_ratio)
         super().__init__(d_model, num_heads, **options)
         self.sparsity_ratio, self.pattern, self.block_size, self.seed = sparsity, pattern, block_size, seed
         self.top_blocks, self.first, self.last, self.mass = top_blocks, first, last, float(mass)
         self.index_samples = index_samples
-        self.index_target = choice(name, "index_target", index_target, ("selected", "dense"))
-        self.index_loss_weight = number(name, "index_loss_weight", index_loss_weight, 0.0)
+        self.index_target, self.index_loss_weight = index_target, index_loss_weight
         self.index_loss: Tensor | None = None
         self.indexer = None
         if learned:
@@ -192,6 +195,16 @@ class DynamicSparseAttention(FlashAttention3):
         block = "fitting" if self.block_size is None else self.block_size
         kind = f"sparsity_ratio={self.sparsity_ratio}, pattern={self.pattern.name}"
         return f"{kind}, block_size={block}, causal={self.causal}"
+
+
+def _refuse_ignored(
+    of: str, pattern: SparsePattern, options: dict[str, tuple[Any, Any, tuple[SparsePattern, ...]]]
+) -> None:  # fmt: skip
+    """Raise ValueError for options (value, default, patterns that listen to it) that the pattern would ignore."""
+    for name, (value, default, patterns) in options.items():
+        if value != default and pattern not in patterns:
+            known = " and ".join(p.name for p in patterns)
+            raise ValueError(f"{of}: {name} is for {known}; pattern is {pattern.name}")
 
 
 def create_sparse_attention(

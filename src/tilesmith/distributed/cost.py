@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
@@ -44,7 +45,7 @@ class Machine:
 
 
 # Rates of kernels in bf16 at head dim 128; NVLink 4 and a 400 Gbit/s card for each GPU, at what collectives reach of
-# them. `tilesmith bench context-parallel` prints the measured ones.
+# them. `tilesmith bench context-parallel` measures what whole calls take, not these constants.
 MACHINES = {
     "sm80": Machine("sm80", 2.0e14, 1.5e-5, 2.0e12, link=Link(1.5e-5, 2.3e11), network=Link(3e-5, 2.1e10)),
     "sm90": Machine("sm90", 6.2e14, 1.2e-5, 4.8e12),
@@ -107,6 +108,7 @@ class Decision:
         return "\n".join([f"{self.mode}: {self.reason}", *(f"  {estimate}" for estimate in self.estimates)])
 
 
+@lru_cache(maxsize=64)
 def machine_of(device: torch.device) -> Machine:
     """The facts for a device: gathered keys may take an eighth of its memory."""
     if device.type != "cuda":
@@ -140,10 +142,12 @@ def estimate(problem: Problem, machine: Machine, mode: str, degree: int, steps: 
 
 
 def choose(problem: Problem, machine: Machine, barred: dict[str, str] | None = None) -> Decision:
-    """The mode of the least time whose keys fit, by the model. barred: modes that cannot serve a call, and why.
+    """The mode of a call that leaves it open: that of the least time whose keys fit, by the model.
 
-    Raises ValueError if none can.
+    barred: modes that cannot serve the call, and why. Raises ValueError if none can.
     """
+    if problem.layout.size == 1:
+        return Decision("allgather", 1, "one rank", ())
     barred = barred or {}
     found = []
     for mode, degree, steps in degrees(problem):

@@ -27,13 +27,15 @@ Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
 @dataclass(frozen=True, eq=False)
 class Work:
     """One call of context-parallel attention on the ranks of this process; terms: of each of them. parts: heads that
-    are worked on one part after another, so that keys of others and sums are those of a part; one part: all at once."""
+    are worked on one part after another, so that keys of others and sums are those of a part; one part: all at once.
+    number: of the call among those of its group."""
 
     ring: Ring
     schedule: Schedule
     kernel: Kernel
     terms: Mapping[int, Terms]
     parts: Sequence[HeadPart] = ()
+    number: int = 0
 
 
 def forward(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import index
 
 import torch
 from torch import Tensor
@@ -23,12 +24,30 @@ class Layout:
     """The tokens of each rank, as ranges of the whole sequence.
 
     tokens: real tokens of the sequence. ranges: of each rank, ascending and disjoint; a rank's local tensor holds them
-    one after another. local: tokens of every rank's local tensor; what the ranges leave is padding, at the end.
+    one after another. local: tokens of every rank's local tensor; what the ranges leave is padding, at the end. Raises
+    ValueError unless each token is in one range.
     """
 
     tokens: int
     ranges: tuple[tuple[Range, ...], ...]
     local: int
+
+    def __post_init__(self) -> None:
+        at = 0
+        for start, stop in sorted(span for ranges in self.ranges for span in ranges):
+            if start != at or stop < start:
+                raise ValueError(
+                    f"Layout: ranges must hold each of the {self.tokens} tokens once, got [{start}, {stop}) behind {at}"
+                )
+            at = stop
+        if at != self.tokens:
+            raise ValueError(f"Layout: ranges must hold each of the {self.tokens} tokens once, they end at {at}")
+        longest = max(map(length, self.ranges), default=0)
+        if any(list(ranges) != sorted(ranges) for ranges in self.ranges) or self.local < longest:
+            raise ValueError(
+                f"Layout: the ranges of a rank must ascend and hold at most local tokens, {self.local}; the longest "
+                f"hold {longest}"
+            )
 
     @property
     def size(self) -> int:
@@ -163,8 +182,12 @@ def offsets(ranges: Sequence[Range]) -> list[int]:
 
 
 def boundaries(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
-    """cu_seqlens as Python ints. Raises ValueError unless they ascend from 0."""
-    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    """cu_seqlens as Python ints. Raises TypeError for other numbers, ValueError unless they ascend from 0."""
+    given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    try:
+        values = [index(value) for value in given]
+    except TypeError:
+        raise TypeError(f"cu_seqlens must hold ints, starts of documents and the last end, got {given!r}") from None
     if len(values) < 2 or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ValueError(f"cu_seqlens must hold documents + 1 >= 2 ascending numbers from 0, got {values[:8]}")
     return tuple(values)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,7 +50,8 @@ class Ring(Protocol):
         """Let what this process computes next come after the parcels' arrival. Raises RingError."""
 
     def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
-        """Compare signatures of all ranks. Raises ValueError naming ranks and the first name that differs, on all."""
+        """Compare signatures of all ranks. Raises ValueError naming ranks and the first name that differs, on all; for
+        a signature that is a `refusal`, what it says."""
 
 
 class LocalRing:
@@ -189,13 +191,44 @@ class ProcessGroupRing:
 
 
 _ROOM = 2048  # bytes of a signature on its way
+_TOLD = 800  # letters of a refusal: JSON takes at most two bytes for each
 _TAG = 7919
 _CYCLES = 1800  # of a GPU in a microsecond, about
 
 
+@contextlib.contextmanager
+def refusals_told(ring: Ring, step: str) -> Iterator[None]:
+    """Other processes' ranks, which would wait for this one in `agree`, raise there what is raised within."""
+    try:
+        yield
+    except Exception as problem:
+        if len(ring.ranks) < ring.size:
+            with contextlib.suppress(RingError, ValueError, TypeError):
+                ring.agree(dict.fromkeys(ring.ranks, refusal(problem)), step)
+        raise
+
+
+def refusal(problem: Exception) -> Signature:
+    """The signature of a rank that cannot take part."""
+    text = str(problem).encode("ascii", "backslashreplace").decode()[:_TOLD]
+    return {_REFUSED: type(problem).__name__, "text": text}
+
+
+_REFUSED = "refused"
+_KINDS = {"ValueError": ValueError, "TypeError": TypeError}
+
+
 def compare(signatures: Mapping[int, Signature], step: str) -> None:
-    """Raise ValueError naming the first name whose values differ, and the ranks that have each value."""
+    """Raise ValueError naming the first name whose values differ, and the ranks that have each value.
+
+    Where ranks refuse, it is what the first of them raises, if that is a ValueError or a TypeError, else a RingError.
+    """
     ranks = sorted(signatures)
+    refused = [r for r in ranks if _REFUSED in signatures[r]]
+    if refused:
+        kind, text = signatures[refused[0]][_REFUSED], signatures[refused[0]]["text"]
+        who = f"rank{'s' if len(refused) > 1 else ''} {', '.join(map(str, refused))}"
+        raise _KINDS.get(kind, RingError)(f"{step}: refused on {who}: {'' if kind in _KINDS else kind + ': '}{text}")
     for name in signatures[ranks[0]]:  # rank 0's order, so that all ranks name the same one
         values: dict[str, list[int]] = {}
         for r in ranks:

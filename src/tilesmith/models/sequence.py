@@ -18,6 +18,7 @@ from tilesmith.distributed.layout import boundaries
 from tilesmith.models.attention.masks import KeyMask, _rule
 from tilesmith.models.attention.modules import computes_mask, uses_interface
 from tilesmith.models.cache_argument import CACHE_NAMES
+from tilesmith.models.sequence_probe import Habits, habits, takes_shift_labels
 from tilesmith.rewrite import original_class
 
 NAME = "tilesmith_sequence"  # among transformers' attention functions
@@ -26,6 +27,8 @@ _GRADIENTS = ("mean", "sum")
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}  # their angles depend on the longest position that a rank sees
 _NO_LABEL = -100
+_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "shift_labels")
+_OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +46,17 @@ class Sharding:
     def __init__(self, ring: Ring, mode: str, gradients: str):
         self.ring, self.mode, self.gradients = ring, mode, gradients
         self.batch: Batch | None = None
+        self.habits: Habits | None = None
+        self.seen: list[tuple[Tensor, Tensor]] | None = None  # what attention records while the model is looked at
         self.removals: list[Any] = []
 
     def __deepcopy__(self, memo: dict) -> Sharding:
         return self  # process groups cannot be copied; a copied model lives on the same ranks
+
+    def watch(self) -> list[tuple[Tensor, Tensor]]:
+        """Record the queries and keys that attention gets, in a new list."""
+        self.seen = []
+        return self.seen
 
     def remove(self) -> None:
         """Take the hooks off and give the model its attention back."""
@@ -70,14 +80,18 @@ def shard_sequence(
     sinks are the model's own; padding is not attended.
 
     The loss is the mean over the labels of the whole batch, the same number on all ranks; `logits` and hidden states
-    are of this rank's tokens (`model_sharding(model).batch.layout`). gradients: "mean": the mean over the ranks
-    of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP) take it; "sum": their
-    sum.
+    are of this rank's tokens (`model_sharding(model).batch.layout`), outputs of poolers are None. gradients: "mean":
+    the mean over the ranks of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP)
+    take it; "sum": their sum.
     What a model adds to its loss beside the labels' is added as each rank has it.
 
+    The model is run on a few tokens to see whether it takes positions and shifted labels as they are given. One that
+    numbers positions in its own way (RoBERTa; OPT behind padding) needs `position_ids`.
+
     Raises ValueError for models whose layers see other tokens than through attention (linear attention, convolutions),
-    whose angles depend on the length, or whose attention does not go through transformers' interface; at a call for
-    caches, dense masks and labels that are not of tokens.
+    whose angles depend on the length, whose attention does not go through transformers' interface, which are not told
+    positions, or have no weights yet; at a call for caches, dense masks, labels of a loss that takes no shifted ones,
+    tensors that are not sharded (`token_type_ids`, images), `logits_to_keep`, and where all outputs are pooled.
     """
     transformers = _transformers()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -103,6 +117,12 @@ def shard_sequence(
             sharding.removals.append(lambda m=module: m.__dict__.pop("_tilesmith_sharding", None))
     for config, implementation in before.values():
         sharding.removals.append(lambda c=config, i=implementation: setattr(c, "_attn_implementation_internal", i))
+    try:
+        sharding.habits = habits(model, sharding.watch)
+    except Exception:
+        sharding.remove()
+        raise
+    sharding.seen = None
     sharding.removals += [
         model.register_forward_pre_hook(_before, with_kwargs=True).remove,
         model.register_forward_hook(_after, with_kwargs=True).remove,
@@ -133,6 +153,9 @@ def attention_forward(
     if position_bias is not None or not (attention_mask is None or isinstance(attention_mask, KeyMask)):
         raise ValueError(f"shard_sequence: {type(module).__name__} gives its attention biases or masks of its own")
     sharding = module.__dict__["_tilesmith_sharding"]
+    if sharding.seen is not None:
+        sharding.seen.append((query, key))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
     batch = kwargs.get(_BATCH) or sharding.batch
     if attention_mask is None:
         causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
@@ -174,24 +197,21 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     named = dict(zip(_parameters(type(model)), args)) | kwargs
     sharding = model_sharding(model)
     ring = sharding.ring
-    cache = next((n for n in CACHE_NAMES if named.get(n) is not None), None)
-    if cache is not None:
-        raise ValueError(f"shard_sequence: {cache} is given; sharded models compute whole sequences")
     name = next((n for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
     if name is None:
         raise ValueError("shard_sequence: give input_ids or inputs_embeds by name or in the model's order")
+    _refuse_call(named)
     tokens = named[name]
     rows, length = tokens.shape[:2]
-    positions = named.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length, device=tokens.device)[None]
+    _refuse_mask(named.get("attention_mask"), rows, length)
+    positions = _positions(named, rows, length, tokens.device, model)
     batch = _batch(named, positions, rows, length, ring.size, model)
     rank = ring.ranks[0]
     shard = lambda x, fill=0: batch.layout.shard(x, rank, 1, fill)  # noqa: E731
     ids = None if batch.ids is None else tuple(shard(x, -1) for x in batch.ids)
     sharding.batch = batch = Batch(batch.layout, batch.starts, ids)
     named |= {name: shard(tokens), "position_ids": shard(positions), "use_cache": False, _BATCH: batch}
-    for given in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+    for given in ("attention_mask", *_OF_PACKING):
         named.pop(given, None)
     if named.get("labels") is not None or named.get("shift_labels") is not None:
         named |= _labels(named, rows, length, shard, model)
@@ -201,6 +221,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
     """The loss of the whole batch: its value from all ranks, its gradient from this one's tokens."""
     sharding, loss = model_sharding(model), getattr(out, "loss", None)
+    _without_pooled(type(model).__name__, out, sharding.batch.layout.local)
     if loss is None or kwargs.get("labels") is None:
         return out
     ring = sharding.ring
@@ -212,15 +233,69 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> A
     return out
 
 
-def _batch(named: dict[str, Any], positions: Tensor, rows: int, length: int, size: int, model: nn.Module) -> Batch:
-    padding = named.get("attention_mask")
-    if padding is not None and padding.ndim != 2:
+def _refuse_call(named: dict[str, Any]) -> None:
+    """Raise for arguments that a rank would take for those of its own tokens, or that no rank can serve."""
+    cache = next((n for n in CACHE_NAMES if named.get(n) is not None), None)
+    if cache is not None:
+        raise ValueError(f"shard_sequence: {cache} is given; sharded models compute whole sequences")
+    known = (*_BY_TOKEN, *_OF_PACKING, "num_items_in_batch")
+    other = next((n for n, x in named.items() if isinstance(x, Tensor) and n not in known), None)
+    if other is not None:
+        raise ValueError(f"shard_sequence: {other} is given; of tensors only {', '.join(known)} are served")
+    if named.get("logits_to_keep"):
+        raise ValueError("shard_sequence: logits_to_keep would be of each rank's own last tokens; leave it out")
+    if named.get("return_dict") is False:
+        raise ValueError("shard_sequence: return_dict must not be False; outputs are found by their names")
+
+
+def _refuse_mask(mask: Tensor | None, rows: int, length: int) -> None:
+    if mask is not None and mask.ndim != 2:
         raise ValueError(
-            f"shard_sequence: attention_mask must be [batch, tokens], got {list(padding.shape)}; dense masks are not "
+            f"shard_sequence: attention_mask must be [batch, tokens], got {list(mask.shape)}; dense masks are not "
             "sharded"
         )
-    if padding is not None and tuple(padding.shape) != (rows, length):
-        raise ValueError(f"shard_sequence: attention_mask must be [{rows}, {length}], got {list(padding.shape)}")
+    if mask is not None and tuple(mask.shape) != (rows, length):
+        raise ValueError(f"shard_sequence: attention_mask must be [{rows}, {length}], got {list(mask.shape)}")
+
+
+def _positions(named: dict[str, Any], rows: int, length: int, device: torch.device, model: nn.Module) -> Tensor:
+    """The positions of whole rows, [1 or rows, length]."""
+    given, mask = named.get("position_ids"), named.get("attention_mask")
+    if given is not None:
+        if given.ndim != 2 or given.shape[0] not in (1, rows) or given.shape[1] != length:
+            raise ValueError(
+                f"shard_sequence: position_ids must be [1 or {rows}, {length}], got {list(given.shape)}; positions of "
+                "several dims, as of images, are not sharded"
+            )
+        return given
+    seen, name = model_sharding(model).habits, type(model).__name__
+    if not seen.counts:
+        raise ValueError(f"shard_sequence: {name} numbers positions in its own way; give its position_ids")
+    kept = None if seen.counts_padding or mask is None else mask.bool()
+    if kept is not None and bool((kept[:, 1:] & ~kept[:, :-1]).any()):
+        raise ValueError(
+            f"shard_sequence: {name} numbers positions by attention_mask, which hides tokens before others; give its "
+            "position_ids, of which those of padding do not matter"
+        )
+    return torch.arange(length, device=device)[None]
+
+
+def _without_pooled(name: str, out: Any, local: int) -> None:
+    """Take outputs away that are not of this rank's tokens, such as those of poolers: they look at tokens that the rank
+    may not have. Raise where nothing else is left."""
+    fields = {field: x for field, x in getattr(out, "items", dict)() if isinstance(x, Tensor) and x.ndim}
+    pooled = [field for field, x in fields.items() if x.ndim < 3 or x.shape[1] != local]
+    if pooled and len(pooled) == len(fields):
+        raise ValueError(
+            f"shard_sequence: {pooled[0]} of {name} is {list(fields[pooled[0]].shape)}, not of a rank's {local} "
+            "tokens; take the model without that head and pool the hidden states of all ranks"
+        )
+    for field in pooled:
+        out[field] = None
+
+
+def _batch(named: dict[str, Any], positions: Tensor, rows: int, length: int, size: int, model: nn.Module) -> Batch:
+    padding = named.get("attention_mask")
     padding = None if padding is None or bool(padding.bool().all()) else padding.bool()
     given = named.get("cu_seq_lens_q")
     begins = positions[:, 1:] != positions[:, :-1] + 1
@@ -246,7 +321,7 @@ def _batch(named: dict[str, Any], positions: Tensor, rows: int, length: int, siz
 
 def _labels(named: dict[str, Any], rows: int, length: int, shard: Any, model: nn.Module) -> dict[str, Any]:
     """Labels shifted before they are sharded, since a rank's last token predicts another rank's."""
-    if "shift_labels" not in inspect.signature(model.loss_function).parameters:
+    if not takes_shift_labels(model) or model_sharding(model).habits.takes_shifted is False:
         raise ValueError(
             f"shard_sequence: the loss of {type(model).__name__} takes no shift_labels; it is not that of a causal "
             "language model. Leave labels out and compute it from the logits of each rank"
@@ -271,6 +346,9 @@ def _has_config(module: nn.Module) -> bool:
 
 
 def _refuse_model(model: nn.Module) -> None:
+    missing = next((n for n in ("input_ids", "position_ids") if n not in _parameters(type(model))), None)
+    if missing is not None:
+        raise ValueError(f"shard_sequence: {type(model).__name__}.forward takes no {missing}")
     sites = [m for m in model.modules() if uses_interface(m)]
     if not sites:
         raise ValueError(f"shard_sequence: no module of {type(model).__name__} uses transformers' attention interface")

@@ -225,10 +225,10 @@ def _compressed(keep: Tensor, room: int) -> tuple[Tensor, Tensor]:
     ends = torch.nn.functional.pad(keep.sum(-1).flatten().cumsum(0), (1, 0))
     row = torch.arange(rows + 1, device=keep.device)
     starts = torch.arange(batch * many, device=keep.device)[:, None] * rows
-    offsets = ends[starts + row].view(batch, many, -1).clamp(max=room).int()
+    offsets = ends[starts + row].view(batch, many, rows + 1).clamp(max=room).int()
     place = keep.flatten().cumsum(0) - 1
     place = torch.where(keep.flatten() & (place < room), place, room)
-    column = torch.arange(columns, device=keep.device, dtype=torch.int32).expand(batch, many, rows, -1)
+    column = torch.arange(columns, device=keep.device, dtype=torch.int32).expand(keep.shape)
     indices = torch.zeros(room + 1, dtype=torch.int32, device=keep.device)
     return offsets, indices.scatter_(0, place, column.reshape(-1))[:room].clone()
 
