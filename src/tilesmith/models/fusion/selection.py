@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,12 +59,17 @@ class Selection:
     def left_out(self, piece: Piece) -> str:
         """Why a piece is not selected; "" if it is."""
         if self.strategy != FULL and self.strategy != f"{piece.part}_only":
-            return f"not part of FusionStrategy.{self.strategy.upper()}"
+            return self.elsewhere
         if piece.name == "loss" and not self.memory:
             return "enable_memory_optimization=False"
         if LEVELS.index(piece.level) > LEVELS.index(self.level):
             return f"left to OptimizationLevel.{piece.level.upper()}"
         return ""
+
+    @property
+    def elsewhere(self) -> str:
+        """Why what is for another part of a block is left out."""
+        return f"not part of FusionStrategy.{self.strategy.upper()}"
 
     def names(self) -> set[str]:
         """The names of the pieces that are selected."""
@@ -79,6 +84,23 @@ class Selection:
         """The same at the level before, if there is one."""
         at = LEVELS.index(self.level)
         return Selection(self.strategy, LEVELS[at - 1], self.memory) if at else None
+
+    def reasons(self, report: rewrite.Report, names: Collection[str]) -> list[str]:
+        """Why a model has nothing for these pieces, which the level adds."""
+        names, told = set(names), {}
+        if "add_norm:dropout" in names and "add_norm" not in names:
+            names.remove("add_norm:dropout")
+            told["add_norm: no sum that goes into a norm adds what an active dropout returns"] = None
+        rules = {name.partition(":")[0] for name in names}
+        rows = [row for row in report.rows if row.rule in rules and not row.reason.endswith(self.elsewhere)]
+        told |= dict.fromkeys(f"{row.rule}: {row.reason}" for row in rows)
+        ours = dict.fromkeys(row.cls for row in report.rows if row.reason == rewrite.OURS)
+        if ours:
+            told[f"{', '.join(ours)} run the library's ops already"] = None
+        none = sorted(rules - {row.rule for row in rows})
+        if none and not ours:
+            told[f"no module is one that {', '.join(none)} looks for"] = None
+        return list(told)
 
     @property
     def pack_kind(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -253,7 +252,7 @@ def _refuse_nothing(model: nn.Module, report: rewrite.Report, selection: Selecti
     strategy, level = selection.strategy.upper(), selection.level.upper()
     if not done & selection.names():
         more = () if "pack" in selection.names() else could_be_packed(model, selection.pack_kind)
-        why = "; ".join((_reasons(report, selection.names()), *more))
+        why = "; ".join((*selection.reasons(report, selection.names()), *more))
         raise ValueError(
             f"create_unified_attention_fusion: strategy {strategy} changes nothing in {_class_of(report)}: {why}"
         )
@@ -264,7 +263,9 @@ def _refuse_nothing(model: nn.Module, report: rewrite.Report, selection: Selecti
         lower = lower.before()
     if lower is not None:
         added = selection.added()
-        why = _reasons(report, added) if added else f"{strategy} has no rule that the levels before {level} lack"
+        why = (
+            "; ".join(selection.reasons(report, added)) or f"{strategy} has no rule that the levels before {level} lack"
+        )
         use = lower.level.upper()
         raise ValueError(
             f"create_unified_attention_fusion: {level} changes nothing beyond {use} in {_class_of(report)}: {why}; use "
@@ -274,18 +275,6 @@ def _refuse_nothing(model: nn.Module, report: rewrite.Report, selection: Selecti
 
 def _class_of(report: rewrite.Report) -> str:
     return report.rows[0].cls if report.rows and not report.rows[0].fqn else "this model"
-
-
-def _reasons(report: rewrite.Report, names: Collection[str]) -> str:
-    rules = {name.partition(":")[0] for name in names}
-    told = dict.fromkeys(f"{row.rule}: {row.reason}" for row in report.rows if row.rule in rules)
-    ours = dict.fromkeys(row.cls for row in report.rows if row.reason == rewrite.OURS)
-    if ours:
-        told[f"{', '.join(ours)} run the library's ops already"] = None
-    none = sorted(rules - {row.rule for row in report.rows})
-    if none and not ours:
-        told[f"no module is one that {', '.join(none)} looks for"] = None
-    return "; ".join(told)
 
 
 def _back_to(marks: list[tuple[nn.Module, int, dict[str, int] | None]]) -> None:

@@ -92,7 +92,6 @@ class BiasedActivationRule(Rule):
     """Modules whose forward hands the output of a linear layer of theirs to a GELU of theirs, and to nobody else."""
 
     name = "bias"
-    part = "ffn"
 
     def __init__(self) -> None:
         self._known: dict[tuple[type, tuple[str, ...], tuple[str, ...]], tuple[str, ...]] = {}
