@@ -3,6 +3,7 @@ interface: these tests then say what our side does, not that theirs still calls 
 
 import contextlib
 import importlib
+import re
 import runpy
 import sys
 import types
@@ -16,6 +17,7 @@ from optimize_models import Calls, batch, build, train
 from ranks import ROOT, torchrun
 from tilesmith.engine import use
 from tilesmith.models import optimize
+from tilesmith.rewrite import forms
 
 pytest.importorskip("transformers")
 EXAMPLES = {"trainer": ("accelerate",), "lora": ("peft",), "accelerate_loop": ("accelerate",), "trl_trainers": ("trl",)}
@@ -79,7 +81,9 @@ def test_the_callback_optimises_once_and_gives_the_model_back():
     example["losses"](model, [Watch(undo=True, exclude="loss")], steps=2)
     assert len(seen) == 2 and "norm" in seen[0] and "loss" not in seen[0]
     assert [type(m) for m in model.modules()] == classes
-    with pytest.raises(TypeError, match="there is no option onyl; there are only, exclude, strict and undo"):
+    with pytest.raises(
+        TypeError, match="there is no option onyl; there are only, exclude, strict, compile, graphs and undo"
+    ):
         callback(onyl="norm")
 
 
@@ -92,6 +96,100 @@ def test_the_callback_and_checkpointing_that_keeps_attention():
         again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         found = example["losses"](example["tiny_model"](), [callback()], steps=2, **again)
     assert found == pytest.approx(plain, rel=1e-4)
+
+
+def kinds(model):
+    """The forms of a model's blocks, outermost first."""
+    return [[type(form).__name__ for form in forms(block)] for block in model.model.layers]
+
+
+def test_the_callback_records_and_compiles_blocks(monkeypatch):
+    pytest.importorskip("accelerate")
+    example = runpy.run_path(str(ROOT / "examples" / "trainer.py"))
+    plain, model = example["losses"](example["tiny_model"](), steps=2), example["tiny_model"]()
+    monkeypatch.setattr("tilesmith.models.compiling.BACKEND", "eager")
+    found = example["losses"](model, [callback(graphs=True, compile="between")], steps=2)
+    assert found == pytest.approx(plain, rel=1e-4)
+    assert all(names[:2] == ["GraphedForm", "CompiledForm"] for names in kinds(model))
+    told = str(model.tilesmith_report)
+    assert re.search(r"Compiled blocks: [1-9]\d* calls", told) and "Blocks ran unrecorded" in told
+
+
+def recipe(**settings):
+    return types.SimpleNamespace(**settings)
+
+
+REENTRANT = {"use_reentrant": True}
+IDLE = {
+    "graphs, compiled": ({"graphs": True}, {"torch_compile": True}, "graphs=True does nothing with torch_compile=True"),
+    "compile, compiled": ({"compile": "between"}, {"torch_compile": True}, 'compile="between" does nothing with'),
+    "fsdp": ({"graphs": True}, {"fsdp": "full_shard"}, "does nothing with fsdp='full_shard'"),
+    "reentrant": (
+        {"graphs": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": REENTRANT},
+        "does nothing with use_reentrant=True",
+    ),
+}
+SERVED = {
+    "no checkpointing": (
+        {"graphs": True},
+        {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": REENTRANT},
+    ),
+    "other checkpointing": (
+        {"graphs": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ),
+    "compile, fsdp": ({"compile": "between"}, {"fsdp": "full_shard"}),
+    "compiled, neither": ({}, {"torch_compile": True}),
+}
+
+
+def called(monkeypatch, via, options, settings, model):
+    """Give a model to the callback or to the plugin of Axolotl, under these settings."""
+    if via == "callback":
+        return callback(**options).on_init_end(recipe(**settings), None, None, model=model)
+    stand_in(monkeypatch, "pydantic", BaseModel=type("BaseModel", (), {}))
+    stand_in(monkeypatch, "axolotl.integrations.base", BasePlugin=type("BasePlugin", (), {}))
+    plugin = fresh(monkeypatch, "tilesmith.integrations.axolotl").TilesmithPlugin()
+    return plugin.post_model_load({**{f"tilesmith_{k}": v for k, v in options.items()}, **settings}, model)
+
+
+@pytest.mark.parametrize("via", ["callback", "axolotl"])
+@pytest.mark.parametrize("case", IDLE)
+def test_blocks_that_could_not_be_recorded_or_compiled_are_refused(case, via, monkeypatch):
+    options, settings, words = IDLE[case]
+    model = build("llama")
+    with pytest.raises(ValueError, match=words):
+        called(monkeypatch, via, options, settings, model)
+    assert not any(forms(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("via", ["callback", "axolotl"])
+@pytest.mark.parametrize("case", SERVED)
+def test_blocks_that_can_be_recorded_or_compiled_are(case, via, monkeypatch):
+    options, settings = SERVED[case]
+    model = build("llama")
+    called(monkeypatch, via, options, settings, model)
+    outermost = {"graphs": "GraphedForm", "compile": "CompiledForm"}
+    wanted = next((outermost[name] for name in options), "AddNormForm")
+    assert [names[0] for names in kinds(model)] == [wanted] * 2
+
+
+def test_graphs_of_replicas_and_zero3_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="torch.nn.DataParallel over 2 GPUs"):
+        called(monkeypatch, "callback", {"graphs": True}, {"n_gpu": 2}, build("llama", layers=2))
+    monkeypatch.setattr("transformers.integrations.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="DeepSpeed's ZeRO-3"):
+        called(monkeypatch, "callback", {"graphs": True}, {}, build("llama", layers=2))
+
+
+def test_adapters_that_a_trainer_adds_are_served_by_the_callback():
+    """As TRL does with a peft_config: the callback comes after them, `optimize` before the trainer does not."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear")
+    model = peft.get_peft_model(build("llama"), config)
+    callback().on_init_end(None, None, None, model=model)
+    assert "lora" in {row.rule for row in model.tilesmith_report.replaced}
 
 
 def test_layers_of_a_local_repository():
@@ -130,7 +228,9 @@ def test_axolotl_plugin(monkeypatch):
     plugin, model = ours.TilesmithPlugin(), build("llama", layers=1)
     assert isinstance(plugin, base.BasePlugin)
     home, _, name = plugin.get_input_args().rpartition(".")
-    assert home == ours.__name__ and set(getattr(ours, name).__annotations__) == {"tilesmith_only", "tilesmith_exclude"}
+    assert home == ours.__name__ and set(getattr(ours, name).__annotations__) == {
+        f"tilesmith_{option}" for option in ("only", "exclude", "compile", "graphs")
+    }
     plugin.post_model_load({"tilesmith_exclude": ["rope"]}, model)
     rules = {row.rule for row in model.tilesmith_report.replaced}
     assert "norm" in rules and "rope" not in rules
@@ -142,12 +242,12 @@ def test_llamafactory_runs_with_the_callback(monkeypatch):
     monkeypatch.setattr(tuner, "run_exp", lambda args=None, callbacks=None: given.append((args, callbacks)))
     from tilesmith.integrations.llamafactory import run_exp
 
-    run_exp({"stage": "sft"}, exclude="loss")
+    run_exp({"stage": "sft"}, exclude="loss", graphs=True)
     ((args, (ours,)),) = given
-    assert args == {"stage": "sft"} and ours.options == {"exclude": "loss"}
-    model = build("llama", layers=1)
+    assert args == {"stage": "sft"} and ours.options == {"exclude": "loss", "graphs": True}
+    model = build("llama")
     ours.on_train_begin(None, None, None, model=model)
-    assert model.tilesmith_report.replaced
+    assert model.tilesmith_report.replaced and [names[0] for names in kinds(model)] == ["GraphedForm"] * 2
 
 
 def titan(monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from tilesmith.integrations.blocks import refuse_idle_blocks
 from tilesmith.models import optimize
 
 try:
@@ -16,10 +17,13 @@ except ImportError as problem:
 
 
 class TilesmithArgs(BaseModel):
-    """What the configuration may say: rules to use or to leave out, as `tilesmith.optimize` takes them."""
+    """What the configuration may say, as `tilesmith.optimize` takes it: rules to use or to leave out, and whether the
+    repeated blocks are compiled ("between") or recorded as CUDA graphs."""
 
     tilesmith_only: list[str] | None = None
     tilesmith_exclude: list[str] | None = None
+    tilesmith_compile: str | None = None
+    tilesmith_graphs: bool | None = None
 
 
 class TilesmithPlugin(BasePlugin):
@@ -30,5 +34,19 @@ class TilesmithPlugin(BasePlugin):
         return f"{__name__}.TilesmithArgs"
 
     def post_model_load(self, cfg: Any, model: nn.Module) -> None:
-        """Called by Axolotl with its configuration and the model, inclusive of adapters."""
-        optimize(model, only=cfg.get("tilesmith_only"), exclude=cfg.get("tilesmith_exclude") or ())
+        """Called by Axolotl with its configuration and the model, inclusive of adapters.
+
+        Raises what `optimize` raises, and ValueError where another key leaves tilesmith_graphs or tilesmith_compile
+        nothing to do, as `TilesmithCallback` does.
+        """
+        options = {
+            "only": cfg.get("tilesmith_only"),
+            "exclude": cfg.get("tilesmith_exclude") or (),
+            "compile": cfg.get("tilesmith_compile"),
+            "graphs": bool(cfg.get("tilesmith_graphs")),
+        }
+        settings = {"torch_compile": cfg.get("torch_compile"), "fsdp": cfg.get("fsdp") or cfg.get("fsdp_config")}
+        if cfg.get("gradient_checkpointing"):
+            settings["activation_checkpointing_kwargs"] = cfg.get("gradient_checkpointing_kwargs")
+        refuse_idle_blocks("TilesmithPlugin", options, settings)
+        optimize(model, **options)

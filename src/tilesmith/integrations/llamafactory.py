@@ -14,8 +14,8 @@ from tilesmith.integrations.trainer import TilesmithCallback
 def run_exp(args: Mapping[str, Any] | None = None, **options: Any) -> None:
     """LLaMA-Factory's `run_exp` with `TilesmithCallback(**options)` among its callbacks.
 
-    args: the recipe as a dictionary; None reads the command line, as LLaMA-Factory does. Raises ImportError without
-    LLaMA-Factory.
+    args: the recipe as a dictionary; None reads the command line, as LLaMA-Factory does. options: those of the
+    callback, graphs and compile too. Raises ImportError without LLaMA-Factory, and what the callback raises.
     """
     try:
         from llamafactory.train.tuner import run_exp as theirs

@@ -28,6 +28,7 @@ class FunctionalRule(Rule):
     function that many modules call is not replaced for one model."""
 
     name = "functional"
+    spans = False
 
     def match(self, site: Site) -> Replace | Skip | None:
         packed = _packed(site.module)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from tilesmith.rewrite.report import CALLS, Report, Row
+from tilesmith.rewrite.report import CALLS, OURS, Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
 from tilesmith.rewrite.variants import forms, has_unreachable_forms, obstacle, original_class, swap, unswap
 
@@ -106,7 +106,7 @@ def _left_alone(site: Site) -> Iterable[Row]:
     """Rows for a module that no rule had an opinion on; containers without one say nothing."""
     cls = original_class(type(site.module))
     if cls.__module__.split(".")[0] == "tilesmith":
-        return [Row(site.fqn, cls.__name__, "", "skipped", (), "already tilesmith")]
+        return [Row(site.fqn, cls.__name__, "", "skipped", (), OURS)]
     # A module with parameters of its own computes something besides calling its children: a stack of experts does.
     if next(site.module.children(), None) is None or any(p is not None for p in site.module._parameters.values()):
         return [Row(site.fqn, cls.__name__, "", "skipped", (), f"no rule for {cls.__name__}")]

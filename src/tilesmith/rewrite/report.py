@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
 CALLS = "_tilesmith_calls"  # attribute of a swapped module: op -> how often it called the op, shared with the report
+OURS = "already tilesmith"  # the reason of a row of one of the library's own modules
 WIDTH = 120
 _COLUMNS = ("module", "class", "rule", "action", "ops", "reason")
 

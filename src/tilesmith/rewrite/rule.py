@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -34,10 +34,17 @@ class Skip:
 
 
 class Rule:
-    """One kind of rewrite. `match` decides by what the module computes on small inputs, not by what it is called."""
+    """One kind of rewrite. `match` decides by what the module computes on small inputs, not by what it is called.
+
+    own: whether it also looks at the library's own modules. part: the part of a transformer block that it is for, ""
+    for no single one. spans: whether it computes products, or what several modules compute, rather than one module or
+    a sum and a norm. Fusion chooses rules by these two.
+    """
 
     name: ClassVar[str]
-    own: ClassVar[bool] = False  # whether it also looks at the library's own modules
+    own: ClassVar[bool] = False
+    part: ClassVar[Literal["norm", "attention", "ffn", "loss", ""]] = ""
+    spans: ClassVar[bool] = True
 
     def match(self, site: Site) -> Replace | Skip | None:
         """What to do with the module at `site`; None when it is none of this rule's business."""

@@ -75,6 +75,7 @@ class InlineAttentionRule(Rule):
     """Modules whose forward gives a product of two tensors to a softmax."""
 
     name = "attention"
+    part = "attention"
 
     def match(self, site: Site) -> Replace | Skip | None:
         found = None if uses_interface(site.module) else _verdict(original_class(type(site.module)))

@@ -226,6 +226,7 @@ class AttentionRule(Rule):
     """Whole transformers models, and a row for each of their attention modules."""
 
     name = "attention"
+    part = "attention"
 
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module

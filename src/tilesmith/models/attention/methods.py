@@ -115,6 +115,7 @@ class AttentionMethodRule(Rule):
     """Modules with such a method, recognised by what it computes."""
 
     name = "attention"
+    part = "attention"
 
     def __init__(self) -> None:
         self._verdicts = probe.Verdicts()

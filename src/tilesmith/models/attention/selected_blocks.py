@@ -132,6 +132,7 @@ class SelectionRule(Rule):
     """Indexers that select blocks of keys for the attention that holds them."""
 
     name = "selection"
+    part = "attention"
 
     def match(self, site: Site) -> Replace | Skip | None:
         module = site.module

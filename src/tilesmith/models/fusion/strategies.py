@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +12,13 @@ from torch import nn
 
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag, size
-from tilesmith.models.attention.interface import AttentionRule
-from tilesmith.models.attention.selected_blocks import SelectionRule
-from tilesmith.models.layers.activations import ActivationRule
-from tilesmith.models.layers.gated_mlps import GatedMlpRule
-from tilesmith.models.layers.losses import LossRule
-from tilesmith.models.layers.norms import NormRule
-from tilesmith.models.layers.packing import PackRule
-from tilesmith.models.layers.residuals import AddNormRule
-from tilesmith.models.layers.rotary import HeadNormRule, RotaryRule
-from tilesmith.models.layers.transformer_layers import LayerRule
+from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
+from tilesmith.models.checkpoints import is_attached
+from tilesmith.models.compiling import CompiledForm, CompileRule
+from tilesmith.models.fusion.selection import Selection, names_of
+from tilesmith.models.generation.rule import DecodingRule
+from tilesmith.models.graphs import GraphedForm, GraphsRule
+from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.optimization import undo
 from tilesmith.models.reach import effects
 from tilesmith.models.sizing.sample_inputs import most_tokens, sample_of
@@ -31,10 +27,11 @@ from tilesmith.rewrite.variants import obstacle
 
 
 class FusionStrategy(enum.Enum):
-    """Which part of a transformer block is fused; `LEVEL_RULES` has the rules of each.
+    """Which part of a transformer block is fused; each rule of `optimize` declares the part that it is for.
 
-    FULL_BLOCK: all parts, and the model's loss. ATTENTION_ONLY: projections, rotary positions and attention. FFN_ONLY:
-    the feed-forward layers. NORM_ONLY: norms and the sums that go into them.
+    FULL_BLOCK: all parts, linear layers with adapters and the model's loss. ATTENTION_ONLY: rotary positions and
+    attention, also attention that a module spells out. FFN_ONLY: gated MLPs, experts and activations. NORM_ONLY: norms,
+    gated ones too, and the sums that go into them.
     """
 
     FULL_BLOCK = "full_block"
@@ -47,39 +44,16 @@ class OptimizationLevel(enum.Enum):
     """How far the fusion goes; each level has the rules of the levels before it.
 
     CONSERVATIVE: one module, or a sum and a norm, becomes one op; every product stays a call of its own layer.
-    BALANCED: besides, what spans several modules: attention, gated MLPs, the blocks of torch's encoder and decoder
-        layers (activation in the first product), the loss without logits. Attention that drops weights draws other
-        random numbers than PyTorch's.
+    BALANCED: besides, products and what spans several modules: attention, gated MLPs, experts, adapters, the blocks of
+        torch's encoder and decoder layers (activation in the first product), the loss without logits. Attention that
+        drops weights draws other random numbers than PyTorch's.
     AGGRESSIVE: besides, what moves memory or draws other random numbers: weights that multiply one tensor are moved
-        into one storage for one product (q, k, v; gate, up); the dropouts of torch's layers go into one op with sum and
-        norm.
+        into one storage for one product (q, k, v; gate, up); dropouts go into one op with sum and norm.
     """
 
     CONSERVATIVE = "conservative"
     BALANCED = "balanced"
     AGGRESSIVE = "aggressive"
-
-
-_LEVELS = tuple(OptimizationLevel)
-_PARTS_OF_STRATEGY = {
-    FusionStrategy.FULL_BLOCK: ("norm", "attention", "ffn", "loss"),
-    FusionStrategy.ATTENTION_ONLY: ("attention",),
-    FusionStrategy.FFN_ONLY: ("ffn",),
-    FusionStrategy.NORM_ONLY: ("norm",),
-}
-# level -> part -> what it adds, by the names of rules; "layer:x" is the part x of torch's own layers
-LEVEL_RULES: dict[OptimizationLevel, dict[str, tuple[str, ...]]] = {
-    OptimizationLevel.CONSERVATIVE: {
-        "norm": ("norm", "add_norm"), "attention": ("rope",), "ffn": ("activation",), "loss": (),
-    },
-    OptimizationLevel.BALANCED: {
-        "norm": (), "attention": ("attention", "selection", "layer:attention", "rope:norm"),
-        "ffn": ("mlp", "layer:feed_forward"), "loss": ("loss",),
-    },
-    OptimizationLevel.AGGRESSIVE: {
-        "norm": ("layer:dropout",), "attention": ("pack",), "ffn": ("pack",), "loss": (),
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -190,8 +164,12 @@ def create_unified_attention_fusion(
 
     config: everything at once; the two arguments before it then stay as they are by default.
 
+    What a strategy or a level leaves out is in the report, with the reason. Blocks that `optimize` compiles or records
+    are still compiled or recorded.
+
     Raises TypeError or ValueError for other arguments, for parameters on meta, for a model whose forward another
-    library has patched, and for one that is fused by another configuration. Raises ValueError too, with the
+    library has patched, for one that `fit_sequence` has planned, and for one that is fused by another configuration.
+    Raises ValueError too, with the
     reasons, where a strategy finds nothing to fuse or a level adds nothing to the one before it; the model is then left
     as it was.
     """
@@ -204,19 +182,39 @@ def create_unified_attention_fusion(
     if known:
         return model
     _check(model)
-    levels = _LEVELS[: _LEVELS.index(config.optimization_level) + 1]
-    marks = [(module, len(rewrite.forms(module))) for module in model.modules()]
+    _fuse(model, config)
+    return model  # type: ignore[return-value]
+
+
+def _fuse(model: nn.Module, config: FusionConfig) -> None:
+    """Apply the rules; blocks that were compiled or recorded before are so again, above what is fused below them."""
+    selection = _selection(config)
+    taken = detach_block_forms(model)
+    marks = [(m, len(rewrite.forms(m)), m.__dict__.get(rewrite.CALLS)) for m in model.modules()]
+    had = {type(form) for _, form, _ in taken}
+    recorded = GraphedForm in had
     try:
-        report = rewrite.rewrite(model, _rules(config, levels))
-        _refuse_nothing(report, config, levels)
+        whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if CompiledForm in had else []
+        whole += [DecodingRule(), GraphsRule(model)] if recorded else []
+        report = rewrite.rewrite(model, [*selection.rules(recorded), *whole])
+        _refuse_nothing(model, report, selection)
         rewrite.swap(model, FusionForm(config))
     except BaseException:
         _back_to(marks)
+        restore_block_forms(taken)
         raise
+    for rule in whole:
+        for row in report.replaced:
+            if row.rule == rule.name:
+                rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
-    told = effects((op for row in report.replaced for op in row.ops), kind)
-    model.tilesmith_report = replace(report, effects=(*told, *_said(model, config, report)))
-    return model
+    told = (*effects((op for row in report.replaced for op in row.ops), kind), *_said(model, config, report))
+    rows = tuple(dict.fromkeys(report.rows))  # norms of queries and keys are looked at twice
+    model.tilesmith_report = replace(report, rows=rows, effects=told, notes=tuple(rule.record for rule in whole))
+
+
+def _selection(config: FusionConfig) -> Selection:
+    return Selection(config.strategy.value, config.optimization_level.value, config.enable_memory_optimization)
 
 
 def _configured(strategy: Any, level: Any, config: FusionConfig | None) -> FusionConfig:
@@ -238,83 +236,55 @@ def _check(model: nn.Module) -> None:
         raise ValueError(
             f"create_unified_attention_fusion: {lost} is on meta and has no values; load the model, then fuse it"
         )
+    if is_attached(model):
+        raise ValueError(
+            "create_unified_attention_fusion: fit_sequence has planned this model, and its plan counts what fusion "
+            "does; call undo() of the plan, fuse, then fit_sequence"
+        )
     why = obstacle(model)
     if why is not None:
         raise ValueError(f"create_unified_attention_fusion: {type(model).__name__} cannot be fused: {why}")
 
 
-def rules_of(config: FusionConfig, levels: Collection[OptimizationLevel]) -> set[str]:
-    """The names, as `LEVEL_RULES` has them, of what these levels do for a strategy."""
-    parts = _PARTS_OF_STRATEGY[config.strategy]
-    names = {name for level in levels for part in parts for name in LEVEL_RULES[level][part]}
-    return names if config.enable_memory_optimization else names - {"loss"}
-
-
-def _rules(config: FusionConfig, levels: Collection[OptimizationLevel]) -> list[rewrite.Rule]:
-    """In the order of `optimize`."""
-    names, strategy = rules_of(config, levels), config.strategy
-    kinds = {FusionStrategy.ATTENTION_ONLY: "attention", FusionStrategy.FFN_ONLY: "ffn"}
-    found: list[rewrite.Rule] = []
-    # norms that a rotation takes have to be recognised first; by themselves they are not of every strategy
-    found += [NormRule()] if "norm" in names else [HeadNormRule()] if "rope:norm" in names else []
-    found += [AddNormRule(drops=False)] if "add_norm" in names else []
-    found += [RotaryRule(norms="rope:norm" in names)] if "rope" in names else []
-    found += [GatedMlpRule(recompute=config.enable_memory_optimization)] if "mlp" in names else []
-    parts = [name.partition(":")[2] for name in names if name.startswith("layer:")]
-    found += [LayerRule(parts)] if parts else []
-    found += [rule() for rule in (ActivationRule, AttentionRule, SelectionRule, LossRule) if rule.name in names]
-    found += [PackRule(kinds.get(strategy))] if "pack" in names else []
-    return found
-
-
-def _refuse_nothing(report: rewrite.Report, config: FusionConfig, levels: tuple[OptimizationLevel, ...]) -> None:
-    """Raise unless the strategy, and every rule that only the highest level has, replaced something."""
-    done = {name for row in report.replaced for name in _names_of(row)}
-    before, added = rules_of(config, levels[:-1]), rules_of(config, levels)
-    strategy, level = config.strategy.name, config.optimization_level.name
-    if not done & added:
-        reasons = _reasons(report, added)
+def _refuse_nothing(model: nn.Module, report: rewrite.Report, selection: Selection) -> None:
+    """Raise unless the strategy replaced something, and the level something that the level before it does not."""
+    done = {name for row in report.replaced for name in names_of(row)}
+    strategy, level = selection.strategy.upper(), selection.level.upper()
+    if not done & selection.names():
+        more = () if "pack" in selection.names() else could_be_packed(model, selection.pack_kind)
+        why = "; ".join((*selection.reasons(report, selection.names()), *more))
         raise ValueError(
-            f"create_unified_attention_fusion: strategy {strategy} changes nothing in {_class_of(report)}: {reasons}"
+            f"create_unified_attention_fusion: strategy {strategy} changes nothing in {_class_of(report)}: {why}"
         )
-    if levels[:-1] and not done & (added - before):
-        lower = levels[-2].name
-        reasons = _reasons(report, added - before)
+    if done & selection.added():
+        return
+    lower = selection.before()
+    while lower is not None and not done & lower.added():
+        lower = lower.before()
+    if lower is not None:
+        added = selection.added()
+        why = (
+            "; ".join(selection.reasons(report, added)) or f"{strategy} has no rule that the levels before {level} lack"
+        )
+        use = lower.level.upper()
         raise ValueError(
-            f"create_unified_attention_fusion: {level} changes nothing beyond {lower} in {_class_of(report)}: "
-            f"{reasons}; use OptimizationLevel.{lower}"
+            f"create_unified_attention_fusion: {level} changes nothing beyond {use} in {_class_of(report)}: {why}; use "
+            f"OptimizationLevel.{use}"
         )
-
-
-def _names_of(row: rewrite.Row) -> set[str]:
-    """A row's rule as `LEVEL_RULES` names it; "rope:norm" are norms of queries and keys in one op with the rotation."""
-    if "rms_norm_rope" in row.ops:
-        return {"rope", "rope:norm"}
-    if row.rule != LayerRule.name:
-        return {row.rule}
-    by_op = {"attention": "attention", "linear_act": "feed_forward", "dropout_add_norm": "dropout"}
-    return {f"layer:{by_op[op]}" for op in row.ops}
 
 
 def _class_of(report: rewrite.Report) -> str:
     return report.rows[0].cls if report.rows and not report.rows[0].fqn else "this model"
 
 
-def _reasons(report: rewrite.Report, names: Collection[str]) -> str:
-    rules = {name.partition(":")[0] for name in names}
-    told = dict.fromkeys(f"{row.rule}: {row.reason}" for row in report.rows if row.rule in rules)
-    none = sorted(rules - {row.rule for row in report.rows})
-    if none:
-        told[f"no module is one that {', '.join(none)} looks for"] = None
-    return "; ".join(told) if told else f"the level has no rule for strategy {sorted(rules)}"
-
-
-def _back_to(marks: list[tuple[nn.Module, int]]) -> None:
-    for module, count in reversed(marks):
+def _back_to(marks: list[tuple[nn.Module, int, dict[str, int] | None]]) -> None:
+    """Leave each module as many forms as it had, and the counts of calls that an earlier report reads."""
+    for module, count, calls in reversed(marks):
         while len(rewrite.forms(module)) > count and rewrite.unswap(module):
             pass
-        if not count:
-            module.__dict__.pop(rewrite.CALLS, None)
+        module.__dict__.pop(rewrite.CALLS, None)
+        if calls is not None:
+            module.__dict__[rewrite.CALLS] = calls
 
 
 def _said(model: nn.Module, config: FusionConfig, report: rewrite.Report) -> tuple[str, ...]:
@@ -331,6 +301,9 @@ def _said(model: nn.Module, config: FusionConfig, report: rewrite.Report) -> tup
         told.append("Logits and the inner products of gated MLPs are kept (enable_memory_optimization=False).")
     elif not any(row.rule in ("loss", "mlp") for row in report.replaced):
         told.append("enable_memory_optimization has nothing to do: there is no loss and no gated MLP here.")
+    selection = _selection(config)
+    if "pack" not in selection.names():
+        told += could_be_packed(model, selection.pack_kind)
     return tuple(told)
 
 

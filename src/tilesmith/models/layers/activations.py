@@ -50,6 +50,8 @@ class ActivationRule(Rule):
     """Modules without children and tensors that compute one of the known functions."""
 
     name = "activation"
+    part = "ffn"
+    spans = False
 
     def __init__(self) -> None:
         self._verdicts = probe.Verdicts()

@@ -189,6 +189,7 @@ class ExpertsRule(Rule):
     """Modules with stacked weights of three dims whose forward takes tokens, experts and their weights."""
 
     name = "experts"
+    part = "ffn"
 
     def __init__(self) -> None:
         self._verdicts = probe.Verdicts()

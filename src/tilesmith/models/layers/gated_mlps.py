@@ -163,6 +163,7 @@ class GatedMlpRule(Rule):
     """Modules with three linear layers, or two of which one is packed, whose shapes allow a gated MLP."""
 
     name = "mlp"
+    part = "ffn"
 
     def __init__(self, recompute: bool = True) -> None:
         self._verdicts, self._recompute = probe.Verdicts(), recompute

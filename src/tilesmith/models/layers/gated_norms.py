@@ -77,6 +77,8 @@ class GatedNormRule(Rule):
     """Modules without children that take two tensors and normalise the last dimension."""
 
     name = "norm"
+    part = "norm"
+    spans = False
 
     def __init__(self) -> None:
         self._verdicts = probe.Verdicts()

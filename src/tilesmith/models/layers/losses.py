@@ -96,6 +96,7 @@ class LossRule(Rule):
     """Models that name their output layer, take labels, and so compute a loss of its output."""
 
     name = "loss"
+    part = "loss"
 
     def match(self, site: Site) -> Replace | Skip | None:
         held = _output_layer(site.module)

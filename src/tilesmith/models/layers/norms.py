@@ -154,6 +154,8 @@ class NormRule(Rule):
     """Modules without children that normalise their last dimension."""
 
     name = "norm"
+    part = "norm"
+    spans = False
 
     def __init__(self) -> None:
         self._verdicts = probe.Verdicts()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith.engine import torch_private
+from tilesmith.models.layers.gated_mlps import GatedMlpRule
 from tilesmith.models.reach import observed
 from tilesmith.nn import GatedMLP
 from tilesmith.rewrite import CannotRespell, Form, Replace, Rule, Site, Skip, flow, forms, original_class, parse
@@ -221,44 +222,52 @@ class PackedForm(Form):
 
 class PackRule(Rule):
     """Modules whose forward gives one tensor to several linear layers of theirs. kind: "ffn": of these only gated
-    MLPs, which their rule has replaced or which are the library's; "attention": only the others; None: all."""
+    MLPs; "attention": only the others; None: all; another one: none."""
 
     name = "pack"
     own = True
 
     def __init__(self, kind: str | None = None):
         self.kind = kind
+        self._gated = GatedMlpRule()
 
     def match(self, site: Site) -> Replace | Skip | None:
-        gated = isinstance(site.module, GatedMLP) or hasattr(type(site.module), "_tilesmith_gated_mlp")
-        if self.kind is not None and gated != (self.kind == "ffn"):
-            return None
-        names = packable(original_class(type(site.module)), _linears(site.module))
+        names = self.names(site)
         if not names:
             return None
-        done = [form for form in forms(site.module) if isinstance(form, PackedForm)]
+        done = _packed(site.module)
         why = None if done else _unfit(site.root, {name: site.module._modules[name] for name in names})
         if why is not None:
             return Skip(why)
         told = f"{', '.join(names)} read one tensor: one product of weights that lie in one storage"
-        return Replace(done[0] if done else PackedForm(names), ("linear",), told)
+        return Replace(done or PackedForm(names), ("linear",), told)
+
+    def names(self, site: Site) -> tuple[str, ...]:
+        """The layers of a module that read one tensor, if it is of this rule's kind."""
+        module = site.module
+        names = packable(original_class(type(module)), _linears(module))
+        if self.kind is None or not names:
+            return names
+        gated = isinstance(module, GatedMLP) or isinstance(self._gated.match(site), Replace)
+        return names if self.kind == ("ffn" if gated else "attention") else ()
 
 
-def could_be_packed(model: nn.Module) -> tuple[str, ...]:
-    """A sentence on the modules of a model that `PackRule` looks for and that are not packed; none without any."""
-    found = [
-        module
-        for module in model.modules()
-        if packable(original_class(type(module)), _linears(module))
-        and not any(isinstance(form, PackedForm) for form in forms(module))
-    ]
-    if not found:
-        return ()
-    kinds = ", ".join(dict.fromkeys(original_class(type(module)).__name__ for module in found))
-    return (
+def could_be_packed(model: nn.Module, kind: str | None = None) -> tuple[str, ...]:
+    """A sentence on the classes of modules of which `PackRule(kind)` would pack at least one; none without any."""
+    rule, found = PackRule(kind), set()
+    for fqn, module in model.named_modules() if obstacle(model) is None else ():
+        cls = original_class(type(module))
+        if cls not in found and not _packed(module) and isinstance(rule.match(Site(model, fqn, module)), Replace):
+            found.add(cls)
+    kinds = ", ".join(sorted(cls.__name__ for cls in found))
+    return () if not found else (
         f"{kinds}: layers that read one tensor stay products of their own, since one product needs their weights in "
         "one storage; create_unified_attention_fusion packs them at OptimizationLevel.AGGRESSIVE.",
-    )
+    )  # fmt: skip
+
+
+def _packed(module: nn.Module) -> PackedForm | None:
+    return next((form for form in forms(module) if isinstance(form, PackedForm)), None)
 
 
 def _linears(module: nn.Module) -> tuple[str, ...]:

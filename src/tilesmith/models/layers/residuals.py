@@ -106,6 +106,8 @@ class AddNormRule(Rule):
     dropouts of what is added, which then draw other random numbers."""
 
     name = "add_norm"
+    part = "norm"
+    spans = False
 
     def __init__(self, drops: bool = True) -> None:
         self.drops = drops

@@ -193,6 +193,8 @@ class RotaryRule(Rule):
     of queries and keys that go straight into it, and were replaced before, become part of the op."""
 
     name = "rope"
+    part = "attention"
+    spans = False
 
     def __init__(self, norms: bool = True) -> None:
         self._norms = norms

@@ -83,6 +83,8 @@ class XieluRule(Rule):
     """Modules without children that have two learned and two fixed numbers."""
 
     name = "activation"
+    part = "ffn"
+    spans = False
 
     def __init__(self) -> None:
         self._verdicts = probe.Verdicts()
