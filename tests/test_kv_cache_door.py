@@ -72,6 +72,18 @@ def test_new_keys_are_written_and_attended_to(new, tokens, causal, paged):
         torch.testing.assert_close(cache, old)
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_the_first_rows_of_a_larger_cache(write):
+    q, new = _randn(2, 3, 4, 16), [_randn(2, 3, 2, 16) + i for i in range(2)]
+    caches = [_randn(5, 9, 2, 16) + i for i in range(2)]
+    whole, some = ([c.clone() for c in caches], [c[:2].clone() for c in caches])
+    given = (*new, None, None, 4) if write else ()
+    out = flash_attn_with_kvcache(q, *whole, *given, causal=True)
+    torch.testing.assert_close(out, flash_attn_with_kvcache(q, *some, *given, causal=True))
+    for cache, old, row in zip(whole, caches, some, strict=True):
+        assert torch.equal(cache[2:], old[2:]) and torch.equal(cache[:2], row)
+
+
 def test_a_cache_alone_is_read_in_place_with_window_and_slopes():
     q, k_cache, v_cache, slopes = _randn(2, 2, 4, 16), _randn(3, 9, 2, 16), _randn(3, 9, 2, 8), _randn(4).abs()
     got = flash_attn_with_kvcache(

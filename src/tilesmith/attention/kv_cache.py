@@ -57,7 +57,7 @@ def flash_attn_with_kvcache(
     softcap: 0 for none. alibi_slopes: fp32 [H] or [B, H]. num_splits: 0; the library chooses how keys are split.
 
     Returns out [B, T, H, Dv] in q's dtype, and with return_softmax_lse also lse [B, H, T], fp32. A query that sees no
-    key gives 0 and -inf. Where k is given nothing is differentiable. Slots beyond the cache drop what is written there.
+    key gives 0 and -inf. No gradient reaches k and v, which are written. Slots beyond the cache drop what is written there.
 
     Raises ValueError and TypeError, naming the argument, before anything is written. Tensors are checked by the two ops
     that serve the call, whose names and layouts ([B, heads, tokens, D]) errors about shapes then have:
@@ -72,6 +72,8 @@ def flash_attn_with_kvcache(
     local = causal or window is not None
     lengths = _lengths(cache_seqlens, q)
     table = cache_batch_idx[:, None] if cache_batch_idx is not None else block_table
+    if table is None:
+        k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
     held = lengths if k is None or lengths is None else lengths + k.shape[1]
     documents = None if cache_leftpad is None else _documents(cache_leftpad, q, keys, table)
