@@ -57,7 +57,7 @@ def flash_attn_with_kvcache(
     softcap: 0 for none. alibi_slopes: fp32 [H] or [B, H]. num_splits: 0; the library chooses how keys are split.
 
     Returns out [B, T, H, Dv] in q's dtype, and with return_softmax_lse also lse [B, H, T], fp32. A query that sees no
-    key gives 0 and -inf. No gradient reaches k and v, which are written. Slots beyond the cache drop what is written there.
+    key gives 0 and -inf. No gradient reaches k and v, which are written. What is written beyond the cache is dropped.
 
     Raises ValueError and TypeError, naming the argument, before anything is written. Tensors are checked by the two ops
     that serve the call, whose names and layouts ([B, heads, tokens, D]) errors about shapes then have:
