@@ -1,7 +1,10 @@
 """FP8 training: layers against bf16 products, conversion and back, the engine and its faults."""
 
 import copy
+import gc
+import io
 import math
+import weakref
 
 import pytest
 import torch
@@ -249,6 +252,74 @@ def test_copies_share_nothing():
     assert not torch.equal(twin(tokens, labels), before)
     other = convert_model_to_fp8(_stack(), _config(), inplace=False)
     assert isinstance(other[0], FP8LinearLayer)
+
+
+def _loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _loaded], ids=["deepcopy", "load"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_copies_train_as_their_model_does(copied, warm):
+    """A step casts a copy's weights anew, which a compiled one does not look after itself, and rolls its scales."""
+    x, dy = _randn(32, 64), _randn(32, 64)
+    model = convert_model_to_fp8(_stack(), _config())
+    if warm:
+        _gradients(model, x, dy)
+        roll(model)
+    twin, found = copied(model), []
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), 1e-2)
+        compiled = torch.compile(each, backend="aot_eager")
+        for _ in range(3):
+            y = compiled(1000 * x)
+            y.backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(y)
+    assert torch.equal(*found)
+    for mine, other in zip(model.modules(), twin.modules()):
+        if isinstance(mine, Scaling):
+            assert mine.warm and other.warm and torch.equal(mine.history, other.history) and not other.amax.any()
+
+
+def test_a_model_that_was_copied_is_freed():
+    """Following a model keeps neither it nor its copy."""
+    model = convert_model_to_fp8(_stack(), _config())
+    twin = copy.deepcopy(model)
+    gone = [weakref.ref(each) for each in (model, twin)]
+    gc.disable()
+    try:
+        del model, twin
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_scales_start_anew_on_leaving_meta(started, monkeypatch):
+    """What `to_empty` allocates holds anything; gate and up share scales, which are moved twice."""
+    model = convert_model_to_fp8(_decoder(), _config())
+    tokens, labels = _tokens()
+    if started:
+        model(tokens, labels).backward()
+        roll(model)
+    weights = copy.deepcopy(model.state_dict())
+    genuine = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: genuine(*given, **named).fill_(7e12))
+    model.to("meta").to_empty(device=DEVICE)
+    monkeypatch.undo()
+    for scaling in (m for m in model.modules() if isinstance(m, Scaling)):
+        assert not scaling.warm
+        assert all(buffer.device.type == DEVICE.type and not buffer.any() for buffer in scaling.buffers())
+    fresh = convert_model_to_fp8(_decoder(), _config())
+    for module in (model, fresh):
+        module.load_state_dict(weights)
+    model.rotary = fresh.rotary  # plain buffers, which are the caller's to fill
+    assert torch.equal(model(tokens, labels), fresh(tokens, labels))
 
 
 def test_inplace_false_leaves_the_model():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator
 from functools import cache
 
@@ -86,9 +87,8 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     except BaseException:
         _take_back(model, done)
         raise
-    model.register_forward_hook(_Clear(relay))
+    model.register_forward_hook(_Clear(relay, model))
     model.fp8_report = Report(tuple(rows))
-    follow(model)
     count = len(chosen) + len(stacks)
     log.info("fp8 (%s): %d layers converted, %d left alone", config.recipe, count, len(rows) - count)
     for told in {emulation(config.recipe, layer.weight.device) for layer in chosen.values()} - {""}:
@@ -118,13 +118,23 @@ def revert_model_from_fp8(model: nn.Module) -> nn.Module:
 
 
 class _Clear:
-    """A forward hook: nobody keeps the last activation once the model is through."""
+    """A forward hook of a converted model: nobody keeps the last activation once the model is through.
 
-    def __init__(self, relay: Relay):
-        self.relay = relay
+    It goes along with a copy of the model, pickled or not, so it is also what has optimizers' steps followed.
+    """
+
+    def __init__(self, relay: Relay, model: nn.Module):
+        self.__setstate__({"relay": relay, "model": model})
 
     def __call__(self, module: nn.Module, args: tuple, out: object) -> None:
         self.relay.clear()
+
+    def __getstate__(self) -> dict:
+        return {"relay": self.relay, "model": self.model()}
+
+    def __setstate__(self, state: dict) -> None:
+        self.relay, self.model = state["relay"], weakref.ref(state["model"])  # the model holds the hook
+        follow(state["model"])
 
 
 def _choose(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.Linear], list[Row]]:

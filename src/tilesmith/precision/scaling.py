@@ -35,9 +35,14 @@ class Scaling(nn.Module):
         return self.bound if delayed and self.warm else None
 
     def _apply(self, fn, recurse: bool = True) -> Scaling:
-        super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():  # a model that goes to bf16 does not take its scales along
-            self._buffers[name] = buffer.float()
+        """`fn` says where the buffers go, not what they hold: a model that goes to bf16 does not take its scales along,
+        and `to_empty` must not leave them unset, since no checkpoint fills them."""
+        for name, buffer in self._buffers.items():
+            device = fn(buffer).device
+            if buffer.device.type == "meta" and device.type != "meta":
+                self._buffers[name], self.warm = torch.zeros_like(buffer, device=device), False
+            else:
+                self._buffers[name] = buffer.to(device)
         return self
 
     def extra_repr(self) -> str:
