@@ -343,6 +343,36 @@ def test_weights_are_cast_again_when_they_change():
     assert torch.equal(model(x), before)
 
 
+def test_weights_written_through_data_count_in_eval_mode():
+    """As PEFT merges adapters, and others swap in averaged weights."""
+    model = convert_model_to_fp8(_stack(), _config("current"))
+    x = _randn(32, 64)
+    with torch.no_grad():
+        before = model(x)
+        model.eval()
+        for compiled in (model, torch.compile(model, backend="aot_eager")):
+            model[2].weight.data.neg_()
+            assert torch.equal(compiled(x), -before)
+            model[2].weight.data.neg_()
+            assert torch.equal(compiled(x), before)
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_parametrized_weight_is_cast_as_it_is(how):
+    """PEFT's target_parameters are parametrizations that come after the conversion."""
+    model = convert_model_to_fp8(_stack(), _config("current"))
+    x = _randn(32, 64)
+    before = model(x)
+    nn.utils.parametrize.register_parametrization(model[2], "weight", _Doubled())
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    assert torch.equal(run(x), 2 * before)
+
+
 def test_a_write_between_two_layers_is_noticed():
     torch.manual_seed(0)
     first, second = nn.Linear(64, 64).to(DEVICE), nn.Linear(64, 64).to(DEVICE)

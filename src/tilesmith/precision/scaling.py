@@ -98,8 +98,8 @@ def _roll(scalings: list[Scaling]) -> None:
 
 
 def refresh_fp8(model: nn.Module) -> None:
-    """Cast the weights of a converted model anew. Needed only after weights were changed by other means than an
-    optimizer's step, `load_state_dict` or an eager forward's own look: under torch.compile."""
+    """Cast the weights of a converted model anew. Needed only in training mode, after weights were changed by other
+    means than an optimizer's step, `load_state_dict` or, but under torch.compile, a write that PyTorch counts."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"refresh_fp8: model must be a torch.nn.Module, got {type(model).__name__}; give the model that "
