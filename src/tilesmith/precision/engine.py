@@ -14,6 +14,8 @@ from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.scaling import Scaling, follow, roll
 
+LEAST = 2.0**-16  # of the loss's first factor: batches that are not finite whatever it is must not bring it to 0
+
 
 def create_fp8_trainer(
     model: nn.Module,
@@ -37,8 +39,8 @@ def create_fp8_trainer(
 class FP8TrainingEngine:
     """Converts a model to 8 bits and runs its training steps.
 
-    A step whose gradients are not finite on any rank is skipped on all; the loss's factor is then halved, and doubled
-    again after `loss_scale_growth_interval` steps that were not, up to where it began.
+    A step whose gradients are not finite on any rank is skipped on all; the loss's factor is then halved, down to
+    2^-16 of where it began, and doubled again after `loss_scale_growth_interval` steps that were not, up to there.
 
     Args:
         model: any module; converted in place by `setup_fp8_training`, also if it is compiled or wrapped already in
@@ -116,7 +118,7 @@ class FP8TrainingEngine:
         found = self._unscale([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None])
         if found:
             self._skipped, self._good = self._skipped + 1, 0
-            self.loss_scale *= 0.5
+            self.loss_scale = max(self.loss_scale * 0.5, float(self.config.loss_scale) * LEAST)
             roll(self.model)
         else:
             optimizer.step()  # the hook of `scaling` does the rest
@@ -127,14 +129,18 @@ class FP8TrainingEngine:
         return not found
 
     def get_training_statistics(self) -> dict[str, Any]:
-        """steps, skipped: calls of `optimizer_step` that stepped and that did not. overflows: how often, over all
-        tensors and steps, a value was beyond its scale's range or not finite. loss_scale. scales, amax_histories: of
-        each tensor that has a scale of its own, by name. Asks the device."""
+        """steps, skipped: calls of `optimizer_step` that stepped and that did not. overflows: how often, one for each
+        tensor and step, the largest value was not finite or, by the recipe "delayed", beyond its scale's range. spikes:
+        how often such a value was so far above those of other steps that its scale forgot it once it had passed; by the
+        step right after it, smaller numbers may have become 0. Finer recipes than one scale a tensor keep no scales,
+        and count 0 of both. loss_scale. scales, amax_histories: of each tensor that has a scale of its own, by name.
+        Asks the device."""
         scalings = {name: m for name, m in self.model.named_modules() if isinstance(m, Scaling)}
         return {
             "steps": self._steps,
             "skipped": self._skipped,
             "overflows": int(sum(s.overflows.item() for s in scalings.values())),
+            "spikes": int(sum(s.spikes.item() for s in scalings.values())),
             "loss_scale": self.loss_scale,
             "scales": {name: s.bound.item() for name, s in scalings.items()},
             "amax_histories": {name: s.history.tolist() for name, s in scalings.items()},

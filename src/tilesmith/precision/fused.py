@@ -27,7 +27,7 @@ class FP8Norm(nn.Module):
         super().__init__()
         self.relay, self.recipe, self.format = relay, config.recipe, config.forward_format.value
         self.min_tokens = config.min_tokens
-        self.scaling = Scaling(self.format, config.amax_history_length, device)
+        self.scaling = Scaling(self.format, config.amax_history_length, device, self.recipe == "delayed")
 
     def serves(self, x: Tensor) -> bool:
         """Whether to ask this module rather than `ops`."""

@@ -81,8 +81,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         device = self.weight.device
         self.config, self.relay = config, relay
         self.plan = Plan(config.recipe, config.forward_format.value, config.backward_format.value)
-        self.input_scaling = Scaling(self.plan.forward, config.amax_history_length, device)
-        self.grad_scaling = Scaling(self.plan.backward, config.amax_history_length, device)
+        kept = config.amax_history_length, device, config.recipe == "delayed"
+        self.input_scaling, self.grad_scaling = Scaling(self.plan.forward, *kept), Scaling(self.plan.backward, *kept)
         self.cached, self.kept, self.fused = None, None, False
         self.refresh()
 
