@@ -524,6 +524,26 @@ def test_a_failed_conversion_leaves_the_model_as_it_was(monkeypatch):
     assert {name: set(m.__dict__) for name, m in model.named_modules()} == dictionaries
 
 
+def test_layers_that_sum_their_biases_gradients(monkeypatch):
+    """`optimize(graphs=True)` gives linear layers with biases a class of their own."""
+    plain = _stack()
+    model = tilesmith.optimize(copy.deepcopy(plain), only="bias")
+    before = _state(model)
+    assert type(model[0]) is not nn.Linear
+    monkeypatch.setattr(convert, "_fuse", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert_model_to_fp8(model, _config())
+    assert _state(model) == before
+    monkeypatch.undo()
+    convert_model_to_fp8(model, _config())
+    assert [row.action for row in model.fp8_report.rows] == ["replaced", "replaced"]
+    x, dy = _randn(32, 64), _randn(32, 64)
+    found, expected = (_gradients(each, x, dy) for each in (model, convert_model_to_fp8(plain, _config())))
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+    assert type(revert_model_from_fp8(model)[0]) is nn.Linear
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -533,6 +553,7 @@ def test_a_failed_conversion_leaves_the_model_as_it_was(monkeypatch):
         ({"amax_history_length": 0}, "amax_history_length"),
         ({"min_tokens": True}, "min_tokens"),
         ({"loss_scale": math.inf}, "loss_scale"),
+        ({"loss_scale": True}, "loss_scale"),
     ],
 )
 def test_what_a_config_refuses(given, said):
@@ -588,7 +609,7 @@ def test_create_fp8_trainer_raises_early():
     with pytest.raises(ValueError, match="swapped"):
         create_fp8_trainer(_stack(), FP8Format.E5M2, FP8Format.E4M3)
     trainer = create_fp8_trainer(_stack())
-    with pytest.raises(ValueError, match="no linear layer is eligible"):
+    with pytest.raises(ValueError, match="no linear layer is eligible.*FP8TrainingEngine.*min_features"):
         trainer.setup_fp8_training()
 
 

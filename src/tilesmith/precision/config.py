@@ -96,7 +96,8 @@ class FP8Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"FP8Config: {name} must be a positive int, got {value!r}")
-        if not isinstance(self.loss_scale, int | float) or not 0 < self.loss_scale < float("inf"):
+        number = isinstance(self.loss_scale, int | float) and not isinstance(self.loss_scale, bool)
+        if not number or not 0 < self.loss_scale < float("inf"):
             raise ValueError(f"FP8Config: loss_scale must be a positive number, got {self.loss_scale!r}")
         for name in ("fuse", "cache_weights", "convert_experts"):
             flag("FP8Config", name, getattr(self, name))

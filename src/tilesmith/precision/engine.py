@@ -23,7 +23,8 @@ def create_fp8_trainer(
     backward_format: FP8Format = FP8Format.E5M2,
     device: torch.device | None = None,
 ) -> FP8TrainingEngine:
-    """An engine that trains `model` in 8 bits by the delayed recipe.
+    """An engine that trains `model` in 8 bits by the delayed recipe. `FP8TrainingEngine` takes other recipes, and other
+    limits than FP8Config's, by which layers of less than 1,024 inputs or outputs are not converted.
 
     forward_format: of activations and weights. backward_format: of gradients. device: where to move the model first;
     None: it stays. Raises as `FP8Config`, `FP8TrainingEngine` and `Module.to` do.
