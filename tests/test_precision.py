@@ -742,6 +742,30 @@ def test_overflows_are_those_of_scales_that_were_used(recipe, overflows):
     assert told["overflows"] == overflows and told["spikes"] == 0
 
 
+def test_gradients_are_clipped_by_their_own_norm():
+    x, y = _randn(32, 64), _randn(32, 64)
+    norms, weights = [], []
+    for loss_scale in (1.0, 1024.0):
+        trainer, optimizer = _trainer("current", loss_scale=loss_scale)
+        with trainer:
+            trainer.training_step(x, y)
+            trainer.unscale(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1))
+            with pytest.raises(RuntimeError, match="unscale"):
+                trainer.unscale(optimizer)
+            with pytest.raises(RuntimeError, match="optimizer_step"):
+                trainer.training_step(x, y)
+            assert trainer.optimizer_step(optimizer)
+            weights.append(trainer.model[0].weight.detach().clone())
+            trainer.training_step(x * math.inf, y)
+            trainer.unscale(optimizer)
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)
+            assert not trainer.optimizer_step(optimizer)
+    assert norms[0] > 0.1  # it did clip
+    torch.testing.assert_close(norms[1], norms[0])
+    torch.testing.assert_close(weights[1], weights[0])
+
+
 def test_losses_of_the_engine():
     trainer, _ = _trainer()
     trainer.setup_fp8_training()

@@ -66,6 +66,7 @@ class FP8TrainingEngine:
         self.model, self.config, self.process_group = model, config or FP8Config(), process_group
         self.loss_scale = float(self.config.loss_scale)
         self._ready = False
+        self._found: dict[int, bool] = {}  # of optimizers whose gradients `unscale` divided, by id
         self._steps = self._skipped = self._good = 0
 
     def __enter__(self) -> FP8TrainingEngine:
@@ -95,10 +96,12 @@ class FP8TrainingEngine:
         targets [...], or the mean squared error of floating targets of the output's shape. targets None: the loss is
         the model's output or its `loss`.
 
-        Raises RuntimeError before `setup_fp8_training`, ValueError where no loss can be made.
+        Raises RuntimeError before `setup_fp8_training` and between `unscale` and `optimizer_step`, ValueError where no
+        loss can be made.
         """
-        if not self._ready:
-            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
+        self._check_ready()
+        if self._found:
+            raise RuntimeError("training_step: the gradients were divided by unscale; call optimizer_step first")
         if isinstance(inputs, dict):
             out = self.model(**inputs)
         else:
@@ -107,16 +110,25 @@ class FP8TrainingEngine:
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
         return loss.detach()
 
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the loss's factor now, so that they can be clipped before
+        `optimizer_step`, which else does so. Asks the device.
+
+        Raises RuntimeError before `setup_fp8_training` and where it was called since the last `optimizer_step`.
+        """
+        self._check_optimizer("unscale", optimizer)
+        if id(optimizer) in self._found:
+            raise RuntimeError("unscale: the gradients of this optimizer were divided before; call optimizer_step")
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self._found[id(optimizer)] = self._unscale(grads)
+
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step `optimizer` unless a gradient of it is not finite on any rank, then clear the gradients. Returns whether
         it stepped."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer_step: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
-        if not self._ready:
-            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
-        found = self._unscale([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None])
+        self._check_optimizer("optimizer_step", optimizer)
+        if id(optimizer) not in self._found:
+            self.unscale(optimizer)
+        found = self._found.pop(id(optimizer))
         if found:
             self._skipped, self._good = self._skipped + 1, 0
             self.loss_scale = max(self.loss_scale * 0.5, float(self.config.loss_scale) * LEAST)
@@ -146,6 +158,15 @@ class FP8TrainingEngine:
             "scales": {name: s.bound.item() for name, s in scalings.items()},
             "amax_histories": {name: s.history.tolist() for name, s in scalings.items()},
         }
+
+    def _check_ready(self) -> None:
+        if not self._ready:
+            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
+
+    def _check_optimizer(self, method: str, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{method}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self._check_ready()
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide gradients by the loss's factor; whether one is not finite anywhere."""
