@@ -101,6 +101,30 @@ def test_rows_of_very_different_size():
             assert _distance(value, expected[name]) < 3 * HALF, name
 
 
+class _Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_parametrized_weights_are_cast_as_they_are(how):
+    """PEFT's target_parameters are parametrizations that come after the conversion."""
+    model, (x, indices, weights, _) = _converted(_model()), _call()
+    before = model["experts"](x, indices, weights)
+    torch.nn.utils.parametrize.register_parametrization(model["experts"], "down_proj", _Doubled())
+    experts = model["experts"]
+    run = torch.compile(experts, backend="aot_eager") if how == "compiled" else experts
+    torch.testing.assert_close(run(x, indices, weights), 2 * before)
+
+
+def test_weights_written_through_data_count_in_eval_mode():
+    model, (x, indices, weights, _) = _converted(_model()), _call()
+    before = model["experts"](x, indices, weights)
+    model.eval()
+    model["experts"].down_proj.data.neg_()
+    assert torch.equal(model["experts"](x, indices, weights), -before)
+
+
 def test_what_is_kept_for_the_backward():
     kept = {}
     for recipe in ("delayed", "rowwise"):

@@ -1,7 +1,10 @@
 """FP8 training: layers against bf16 products, conversion and back, the engine and its faults."""
 
 import copy
+import gc
+import io
 import math
+import weakref
 
 import pytest
 import torch
@@ -251,6 +254,74 @@ def test_copies_share_nothing():
     assert isinstance(other[0], FP8LinearLayer)
 
 
+def _loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _loaded], ids=["deepcopy", "load"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_copies_train_as_their_model_does(copied, warm):
+    """A step casts a copy's weights anew, which a compiled one does not look after itself, and rolls its scales."""
+    x, dy = _randn(32, 64), _randn(32, 64)
+    model = convert_model_to_fp8(_stack(), _config())
+    if warm:
+        _gradients(model, x, dy)
+        roll(model)
+    twin, found = copied(model), []
+    for each in (model, twin):
+        optimizer = torch.optim.SGD(each.parameters(), 1e-2)
+        compiled = torch.compile(each, backend="aot_eager")
+        for _ in range(3):
+            y = compiled(1000 * x)
+            y.backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(y)
+    assert torch.equal(*found)
+    for mine, other in zip(model.modules(), twin.modules()):
+        if isinstance(mine, Scaling):
+            assert mine.warm and other.warm and torch.equal(mine.history, other.history) and not other.amax.any()
+
+
+def test_a_model_that_was_copied_is_freed():
+    """Following a model keeps neither it nor its copy."""
+    model = convert_model_to_fp8(_stack(), _config())
+    twin = copy.deepcopy(model)
+    gone = [weakref.ref(each) for each in (model, twin)]
+    gc.disable()
+    try:
+        del model, twin
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_scales_start_anew_on_leaving_meta(started, monkeypatch):
+    """What `to_empty` allocates holds anything; gate and up share scales, which are moved twice."""
+    model = convert_model_to_fp8(_decoder(), _config())
+    tokens, labels = _tokens()
+    if started:
+        model(tokens, labels).backward()
+        roll(model)
+    weights = copy.deepcopy(model.state_dict())
+    genuine = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: genuine(*given, **named).fill_(7e12))
+    model.to("meta").to_empty(device=DEVICE)
+    monkeypatch.undo()
+    for scaling in (m for m in model.modules() if isinstance(m, Scaling)):
+        assert not scaling.warm
+        assert all(buffer.device.type == DEVICE.type and not buffer.any() for buffer in scaling.buffers())
+    fresh = convert_model_to_fp8(_decoder(), _config())
+    for module in (model, fresh):
+        module.load_state_dict(weights)
+    model.rotary = fresh.rotary  # plain buffers, which are the caller's to fill
+    assert torch.equal(model(tokens, labels), fresh(tokens, labels))
+
+
 def test_inplace_false_leaves_the_model():
     model = _stack()
     other = convert_model_to_fp8(model, _config(), inplace=False)
@@ -270,6 +341,36 @@ def test_weights_are_cast_again_when_they_change():
     model(x).sum().backward()
     optimizer.step()
     assert torch.equal(model(x), before)
+
+
+def test_weights_written_through_data_count_in_eval_mode():
+    """As PEFT merges adapters, and others swap in averaged weights."""
+    model = convert_model_to_fp8(_stack(), _config("current"))
+    x = _randn(32, 64)
+    with torch.no_grad():
+        before = model(x)
+        model.eval()
+        for compiled in (model, torch.compile(model, backend="aot_eager")):
+            model[2].weight.data.neg_()
+            assert torch.equal(compiled(x), -before)
+            model[2].weight.data.neg_()
+            assert torch.equal(compiled(x), before)
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_parametrized_weight_is_cast_as_it_is(how):
+    """PEFT's target_parameters are parametrizations that come after the conversion."""
+    model = convert_model_to_fp8(_stack(), _config("current"))
+    x = _randn(32, 64)
+    before = model(x)
+    nn.utils.parametrize.register_parametrization(model[2], "weight", _Doubled())
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    assert torch.equal(run(x), 2 * before)
 
 
 def test_a_write_between_two_layers_is_noticed():
@@ -423,6 +524,26 @@ def test_a_failed_conversion_leaves_the_model_as_it_was(monkeypatch):
     assert {name: set(m.__dict__) for name, m in model.named_modules()} == dictionaries
 
 
+def test_layers_that_sum_their_biases_gradients(monkeypatch):
+    """`optimize(graphs=True)` gives linear layers with biases a class of their own."""
+    plain = _stack()
+    model = tilesmith.optimize(copy.deepcopy(plain), only="bias")
+    before = _state(model)
+    assert type(model[0]) is not nn.Linear
+    monkeypatch.setattr(convert, "_fuse", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert_model_to_fp8(model, _config())
+    assert _state(model) == before
+    monkeypatch.undo()
+    convert_model_to_fp8(model, _config())
+    assert [row.action for row in model.fp8_report.rows] == ["replaced", "replaced"]
+    x, dy = _randn(32, 64), _randn(32, 64)
+    found, expected = (_gradients(each, x, dy) for each in (model, convert_model_to_fp8(plain, _config())))
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+    assert type(revert_model_from_fp8(model)[0]) is nn.Linear
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -432,6 +553,7 @@ def test_a_failed_conversion_leaves_the_model_as_it_was(monkeypatch):
         ({"amax_history_length": 0}, "amax_history_length"),
         ({"min_tokens": True}, "min_tokens"),
         ({"loss_scale": math.inf}, "loss_scale"),
+        ({"loss_scale": True}, "loss_scale"),
     ],
 )
 def test_what_a_config_refuses(given, said):
@@ -487,7 +609,7 @@ def test_create_fp8_trainer_raises_early():
     with pytest.raises(ValueError, match="swapped"):
         create_fp8_trainer(_stack(), FP8Format.E5M2, FP8Format.E4M3)
     trainer = create_fp8_trainer(_stack())
-    with pytest.raises(ValueError, match="no linear layer is eligible"):
+    with pytest.raises(ValueError, match="no linear layer is eligible.*FP8TrainingEngine.*min_features"):
         trainer.setup_fp8_training()
 
 
@@ -522,6 +644,30 @@ def test_faults_are_survived(recipe, fault):
     if recipe == "delayed":
         assert told["overflows"] > 0
     assert all(math.isfinite(scale) for scale in told["scales"].values())
+
+
+def test_gradients_are_clipped_by_their_own_norm():
+    x, y = _randn(32, 64), _randn(32, 64)
+    norms, weights = [], []
+    for loss_scale in (1.0, 1024.0):
+        trainer, optimizer = _trainer("current", loss_scale=loss_scale)
+        with trainer:
+            trainer.training_step(x, y)
+            trainer.unscale(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1))
+            with pytest.raises(RuntimeError, match="unscale"):
+                trainer.unscale(optimizer)
+            with pytest.raises(RuntimeError, match="optimizer_step"):
+                trainer.training_step(x, y)
+            assert trainer.optimizer_step(optimizer)
+            weights.append(trainer.model[0].weight.detach().clone())
+            trainer.training_step(x * math.inf, y)
+            trainer.unscale(optimizer)
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)
+            assert not trainer.optimizer_step(optimizer)
+    assert norms[0] > 0.1  # it did clip
+    torch.testing.assert_close(norms[1], norms[0])
+    torch.testing.assert_close(weights[1], weights[0])
 
 
 def test_losses_of_the_engine():

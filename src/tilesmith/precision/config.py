@@ -46,8 +46,8 @@ class FP8Config:
       are no multiples of 16 stay in any case.
     min_features, min_tokens: layers that are narrower, and calls of fewer rows, are computed as before.
     fuse: norms and gated MLPs that tilesmith computes (`optimize`, `tilesmith.nn`) cast what they make (delayed only).
-    cache_weights: weights are cast once a step of the optimizer, for two bytes a parameter; else at each use. Never
-      those that FSDP shards.
+    cache_weights: in training mode weights are cast once a step of the optimizer, for two bytes a parameter; else at
+      each use. Never those that FSDP shards.
     loss_scale, loss_scale_growth_interval: the factor of the loss at first and at most; it is halved after a step that
       was skipped, and doubled after so many that were not.
     convert_experts: stacked experts that the library computes (`optimize`, `tilesmith.nn`) are converted too: in any
@@ -96,7 +96,8 @@ class FP8Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"FP8Config: {name} must be a positive int, got {value!r}")
-        if not isinstance(self.loss_scale, int | float) or not 0 < self.loss_scale < float("inf"):
+        number = isinstance(self.loss_scale, int | float) and not isinstance(self.loss_scale, bool)
+        if not number or not 0 < self.loss_scale < float("inf"):
             raise ValueError(f"FP8Config: loss_scale must be a positive number, got {self.loss_scale!r}")
         for name in ("fuse", "cache_weights", "convert_experts"):
             flag("FP8Config", name, getattr(self, name))

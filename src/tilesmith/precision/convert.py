@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator
 from functools import cache
 
@@ -21,7 +22,7 @@ from tilesmith.precision.experts import FP8Experts
 from tilesmith.precision.fused import FP8GatedMLP, FP8Norm
 from tilesmith.precision.linear import FP8LinearLayer, Relay, misfit_of
 from tilesmith.precision.scaling import follow, unfollow
-from tilesmith.rewrite import Report, Row
+from tilesmith.rewrite import Report, Row, forms, original_class, swap, unswap
 
 log = logging.getLogger(__name__)
 
@@ -69,26 +70,16 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     rows += more
     if not chosen and not stacks:
         reasons = "; ".join(f"{row.fqn}: {row.reason}" for row in rows[:5]) or "it has none"
-        raise ValueError(f"convert_model_to_fp8: no linear layer is eligible ({reasons}); see FP8Config")
+        raise ValueError(
+            f"convert_model_to_fp8: no linear layer is eligible ({reasons}); pass another FP8Config, to "
+            "convert_model_to_fp8 or to FP8TrainingEngine, with min_features or module_filter_fn"
+        )
     devices = {layer.weight.device for layer in chosen.values()} | {m.down_proj.device for m in stacks.values()}
     _check_devices(devices)
     relay = Relay()
-    done: list[nn.Module] = []
-    try:
-        for layer in chosen.values():
-            done.append(layer)
-            object.__setattr__(layer, "__class__", FP8LinearLayer)
-            layer.enter(config, relay)
-        for module in stacks.values():
-            module.add_module(CHILD, FP8Experts(config, module, experts.activation_of(module)))
-        if config.fuse and config.recipe in TENSORWISE:
-            rows += _fuse(model, config, relay)
-    except BaseException:
-        _take_back(model, done)
-        raise
-    model.register_forward_hook(_Clear(relay))
+    rows += _enter(model, list(chosen.values()), list(stacks.values()), config, relay)
+    model.register_forward_hook(_Clear(relay, model))
     model.fp8_report = Report(tuple(rows))
-    follow(model)
     count = len(chosen) + len(stacks)
     log.info("fp8 (%s): %d layers converted, %d left alone", config.recipe, count, len(rows) - count)
     for told in {emulation(config.recipe, layer.weight.device) for layer in chosen.values()} - {""}:
@@ -118,13 +109,23 @@ def revert_model_from_fp8(model: nn.Module) -> nn.Module:
 
 
 class _Clear:
-    """A forward hook: nobody keeps the last activation once the model is through."""
+    """A forward hook of a converted model: nobody keeps the last activation once the model is through.
 
-    def __init__(self, relay: Relay):
-        self.relay = relay
+    It goes along with a copy of the model, pickled or not, so it is also what has optimizers' steps followed.
+    """
+
+    def __init__(self, relay: Relay, model: nn.Module):
+        self.__setstate__({"relay": relay, "model": model})
 
     def __call__(self, module: nn.Module, args: tuple, out: object) -> None:
         self.relay.clear()
+
+    def __getstate__(self) -> dict:
+        return {"relay": self.relay, "model": self.model()}
+
+    def __setstate__(self, state: dict) -> None:
+        self.relay, self.model = state["relay"], weakref.ref(state["model"])  # the model holds the hook
+        follow(state["model"])
 
 
 def _choose(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.Linear], list[Row]]:
@@ -177,7 +178,7 @@ def _reason_of_experts(module: nn.Module, config: FP8Config) -> str | None:
 
 def _reason(fqn: str, module: nn.Linear, config: FP8Config, head: bool) -> str | None:
     """Why a layer is left alone."""
-    if type(module) is not nn.Linear:
+    if original_class(type(module)) is not nn.Linear:
         return f"it is a {type(module).__module__}.{type(module).__name__}, not nn.Linear itself"
     if "forward" in module.__dict__ or getattr(module, "parametrizations", None) is not None:
         return "its forward or its weight was replaced on the instance"
@@ -307,6 +308,31 @@ def _gated_layers(module: nn.Module) -> tuple[FP8LinearLayer, FP8LinearLayer, FP
     layers = tuple(module._modules.get(name) for name in names)
     served = all(type(layer) is FP8LinearLayer and layer.bias is None for layer in layers)
     return layers if served and layers[0].weight.dtype == layers[1].weight.dtype else None
+
+
+def _enter(
+    model: nn.Module, layers: list[nn.Linear], stacks: list[nn.Module], config: FP8Config, relay: Relay
+) -> list[Row]:
+    """Have layers and stacked experts computed in 8 bits, all or, where one fails, none. Returns rows of what else
+    casts."""
+    had = {layer: forms(layer) for layer in layers}
+    done: list[nn.Linear] = []
+    try:
+        for layer in layers:
+            done.append(layer)
+            while unswap(layer):  # what `optimize` made of it computes another product
+                pass
+            object.__setattr__(layer, "__class__", FP8LinearLayer)
+            layer.enter(config, relay)
+        for module in stacks:
+            module.add_module(CHILD, FP8Experts(config, module, experts.activation_of(module)))
+        return _fuse(model, config, relay) if config.fuse and config.recipe in TENSORWISE else []
+    except BaseException:
+        _take_back(model, done)
+        for layer in done:
+            for form in reversed(had[layer]):
+                swap(layer, form)
+        raise
 
 
 def _take_back(model: nn.Module, layers: list[nn.Module]) -> None:

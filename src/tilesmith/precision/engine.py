@@ -14,6 +14,8 @@ from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.scaling import Scaling, follow, roll
 
+LEAST = 2.0**-16  # of the loss's first factor: batches that are not finite whatever it is must not bring it to 0
+
 
 def create_fp8_trainer(
     model: nn.Module,
@@ -21,7 +23,8 @@ def create_fp8_trainer(
     backward_format: FP8Format = FP8Format.E5M2,
     device: torch.device | None = None,
 ) -> FP8TrainingEngine:
-    """An engine that trains `model` in 8 bits by the delayed recipe.
+    """An engine that trains `model` in 8 bits by the delayed recipe. `FP8TrainingEngine` takes other recipes, and other
+    limits than FP8Config's, by which layers of less than 1,024 inputs or outputs are not converted.
 
     forward_format: of activations and weights. backward_format: of gradients. device: where to move the model first;
     None: it stays. Raises as `FP8Config`, `FP8TrainingEngine` and `Module.to` do.
@@ -37,8 +40,8 @@ def create_fp8_trainer(
 class FP8TrainingEngine:
     """Converts a model to 8 bits and runs its training steps.
 
-    A step whose gradients are not finite on any rank is skipped on all; the loss's factor is then halved, and doubled
-    again after `loss_scale_growth_interval` steps that were not, up to where it began.
+    A step whose gradients are not finite on any rank is skipped on all; the loss's factor is then halved, down to
+    2^-16 of where it began, and doubled again after `loss_scale_growth_interval` steps that were not, up to there.
 
     Args:
         model: any module; converted in place by `setup_fp8_training`, also if it is compiled or wrapped already in
@@ -63,6 +66,7 @@ class FP8TrainingEngine:
         self.model, self.config, self.process_group = model, config or FP8Config(), process_group
         self.loss_scale = float(self.config.loss_scale)
         self._ready = False
+        self._found: dict[int, bool] = {}  # of optimizers whose gradients `unscale` divided, by id
         self._steps = self._skipped = self._good = 0
 
     def __enter__(self) -> FP8TrainingEngine:
@@ -92,10 +96,12 @@ class FP8TrainingEngine:
         targets [...], or the mean squared error of floating targets of the output's shape. targets None: the loss is
         the model's output or its `loss`.
 
-        Raises RuntimeError before `setup_fp8_training`, ValueError where no loss can be made.
+        Raises RuntimeError before `setup_fp8_training` and between `unscale` and `optimizer_step`, ValueError where no
+        loss can be made.
         """
-        if not self._ready:
-            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
+        self._check_ready()
+        if self._found:
+            raise RuntimeError("training_step: the gradients were divided by unscale; call optimizer_step first")
         if isinstance(inputs, dict):
             out = self.model(**inputs)
         else:
@@ -104,19 +110,28 @@ class FP8TrainingEngine:
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
         return loss.detach()
 
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the loss's factor now, so that they can be clipped before
+        `optimizer_step`, which else does so. Asks the device.
+
+        Raises RuntimeError before `setup_fp8_training` and where it was called since the last `optimizer_step`.
+        """
+        self._check_optimizer("unscale", optimizer)
+        if id(optimizer) in self._found:
+            raise RuntimeError("unscale: the gradients of this optimizer were divided before; call optimizer_step")
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        self._found[id(optimizer)] = self._unscale(grads)
+
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step `optimizer` unless a gradient of it is not finite on any rank, then clear the gradients. Returns whether
         it stepped."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer_step: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
-        if not self._ready:
-            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
-        found = self._unscale([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None])
+        self._check_optimizer("optimizer_step", optimizer)
+        if id(optimizer) not in self._found:
+            self.unscale(optimizer)
+        found = self._found.pop(id(optimizer))
         if found:
             self._skipped, self._good = self._skipped + 1, 0
-            self.loss_scale *= 0.5
+            self.loss_scale = max(self.loss_scale * 0.5, float(self.config.loss_scale) * LEAST)
             roll(self.model)
         else:
             optimizer.step()  # the hook of `scaling` does the rest
@@ -127,18 +142,31 @@ class FP8TrainingEngine:
         return not found
 
     def get_training_statistics(self) -> dict[str, Any]:
-        """steps, skipped: calls of `optimizer_step` that stepped and that did not. overflows: how often, over all
-        tensors and steps, a value was beyond its scale's range or not finite. loss_scale. scales, amax_histories: of
-        each tensor that has a scale of its own, by name. Asks the device."""
+        """steps, skipped: calls of `optimizer_step` that stepped and that did not. overflows: how often, one for each
+        tensor and step, the largest value was not finite or, by the recipe "delayed", beyond its scale's range. spikes:
+        how often such a value was so far above those of other steps that its scale forgot it once it had passed; by the
+        step right after it, smaller numbers may have become 0. Finer recipes than one scale a tensor keep no scales,
+        and count 0 of both. loss_scale. scales, amax_histories: of each tensor that has a scale of its own, by name.
+        Asks the device."""
         scalings = {name: m for name, m in self.model.named_modules() if isinstance(m, Scaling)}
         return {
             "steps": self._steps,
             "skipped": self._skipped,
             "overflows": int(sum(s.overflows.item() for s in scalings.values())),
+            "spikes": int(sum(s.spikes.item() for s in scalings.values())),
             "loss_scale": self.loss_scale,
             "scales": {name: s.bound.item() for name, s in scalings.items()},
             "amax_histories": {name: s.history.tolist() for name, s in scalings.items()},
         }
+
+    def _check_ready(self) -> None:
+        if not self._ready:
+            raise RuntimeError("FP8TrainingEngine: call setup_fp8_training() or enter the engine first")
+
+    def _check_optimizer(self, method: str, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{method}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self._check_ready()
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide gradients by the loss's factor; whether one is not finite anywhere."""

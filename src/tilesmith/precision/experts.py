@@ -13,7 +13,7 @@ from tilesmith.nn import Experts
 from tilesmith.nn.norm import expect_casters
 from tilesmith.ops.moe.reference import GATED
 from tilesmith.precision.config import FP8Config
-from tilesmith.precision.linear import SERVED, copied, keeps, output_dtype, plain, stamp
+from tilesmith.precision.linear import SERVED, copied, keeps, output_dtype, plain, stamp, trusted
 from tilesmith.precision.products import NAMES
 from tilesmith.precision.scaling import CastsWeights
 
@@ -80,7 +80,7 @@ class FP8Experts(CastsWeights):
 
     def weight_casts(self) -> WeightCasts:
         weights = self._weights()
-        if self.cached is not None and (torch.compiler.is_compiling() or self.kept == tuple(map(stamp, weights))):
+        if self.cached is not None and trusted(self, weights, self.kept):
             return self.cached
         return _cast(*weights)
 

@@ -10,7 +10,7 @@ from tilesmith import ops
 from tilesmith.nn.norm import expect_casters
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
-from tilesmith.precision.linear import FP8LinearLayer, Relay, copied, keeps, output_dtype, plain, stamp
+from tilesmith.precision.linear import FP8LinearLayer, Relay, copied, keeps, output_dtype, plain, stamp, trusted
 from tilesmith.precision.products import Bounds, Cast, Plan
 from tilesmith.precision.scaling import CastsWeights, Scaling
 
@@ -27,7 +27,7 @@ class FP8Norm(nn.Module):
         super().__init__()
         self.relay, self.recipe, self.format = relay, config.recipe, config.forward_format.value
         self.min_tokens = config.min_tokens
-        self.scaling = Scaling(self.format, config.amax_history_length, device)
+        self.scaling = Scaling(self.format, config.amax_history_length, device, self.recipe == "delayed")
 
     def serves(self, x: Tensor) -> bool:
         """Whether to ask this module rather than `ops`."""
@@ -152,8 +152,7 @@ class FP8GatedMLP(CastsWeights):
 
     def _cast(self) -> Cast:
         gate, up, _ = self.layers
-        now = torch.compiler.is_compiling() or self.kept == (stamp(gate.weight), stamp(up.weight))
-        if self.cached is not None and now:
+        if self.cached is not None and trusted(self, (gate.weight, up.weight), self.kept):
             return self.cached
         with torch.no_grad():
             return products.cast_weights(gate.weight.detach(), up.weight.detach(), self.plan)

@@ -81,8 +81,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         device = self.weight.device
         self.config, self.relay = config, relay
         self.plan = Plan(config.recipe, config.forward_format.value, config.backward_format.value)
-        self.input_scaling = Scaling(self.plan.forward, config.amax_history_length, device)
-        self.grad_scaling = Scaling(self.plan.backward, config.amax_history_length, device)
+        kept = config.amax_history_length, device, config.recipe == "delayed"
+        self.input_scaling, self.grad_scaling = Scaling(self.plan.forward, *kept), Scaling(self.plan.backward, *kept)
         self.cached, self.kept, self.fused = None, None, False
         self.refresh()
 
@@ -125,7 +125,7 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         return given
 
     def weight_cast(self) -> Cast:
-        if self.cached is not None and (torch.compiler.is_compiling() or self.kept == stamp(self.weight)):
+        if self.cached is not None and trusted(self, (self.weight,), (self.kept,)):
             return self.cached
         with torch.no_grad():
             return products.cast_weight(self.weight.detach(), self.plan)
@@ -187,6 +187,17 @@ def keeps(weight: Tensor) -> bool:
     """Whether a cast of a weight may be kept: it is here, and not sharded, in which case the layer's parameter is
     another tensor at each use."""
     return type(weight) is nn.Parameter and weight.device.type != "meta"
+
+
+def trusted(module: nn.Module, weights: tuple[Tensor, ...], kept: tuple) -> bool:
+    """Whether casts of weights, kept with their stamps, may stand for them.
+
+    Not in eval mode: what is written through `.data` then (merged adapters, averages of weights) leaves no trace, and
+    no optimizer's step follows that would renew the casts.
+    """
+    if not module.training or not all(map(keeps, weights)):
+        return False
+    return torch.compiler.is_compiling() or kept == tuple(map(stamp, weights))
 
 
 def stamp(weight: Tensor) -> tuple:

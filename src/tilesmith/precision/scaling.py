@@ -11,6 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilesmith.ops.quant.reference import GREATEST
 
+# A value of earlier steps that is this many times both the newest and the median of a history is left out of the bound:
+# by a bound so far above it, a tensor would lose its smaller numbers. E5M2 has as much more range.
+FAR = {"e4m3": 2.0**8, "e5m2": 2.0**16}
+
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hook: list = []
 
@@ -20,14 +24,15 @@ class Scaling(nn.Module):
     scales of its own tensors, as the first step of any run does.
 
     amax: the largest absolute value since the last `roll`. bound: what the next values are expected to stay below.
-    history: of the last steps. overflows: how often a value was above the bound's range, or not finite. warm: whether
-    bound is known, which `roll` finds out.
+    history: of the last steps. overflows: how often amax was not finite or, where casts go by the bound (delayed),
+    above its range. spikes: how often an amax was left out of the bound once it had passed. warm: whether bound is
+    known, which `roll` finds out.
     """
 
-    def __init__(self, format: str, history: int, device: torch.device):
+    def __init__(self, format: str, history: int, device: torch.device, delayed: bool):
         super().__init__()
-        self.format, self.warm = format, False
-        for name, size in (("amax", 1), ("bound", 1), ("history", history), ("overflows", 1)):
+        self.format, self.delayed, self.warm = format, delayed, False
+        for name, size in (("amax", 1), ("bound", 1), ("history", history), ("overflows", 1), ("spikes", 1)):
             self.register_buffer(name, torch.zeros(size, device=device), persistent=False)
 
     def known(self, delayed: bool) -> Tensor | None:
@@ -35,9 +40,14 @@ class Scaling(nn.Module):
         return self.bound if delayed and self.warm else None
 
     def _apply(self, fn, recurse: bool = True) -> Scaling:
-        super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():  # a model that goes to bf16 does not take its scales along
-            self._buffers[name] = buffer.float()
+        """`fn` says where the buffers go, not what they hold: a model that goes to bf16 does not take its scales along,
+        and `to_empty` must not leave them unset, since no checkpoint fills them."""
+        for name, buffer in self._buffers.items():
+            device = fn(buffer).device
+            if buffer.device.type == "meta" and device.type != "meta":
+                self._buffers[name], self.warm = torch.zeros_like(buffer, device=device), False
+            else:
+                self._buffers[name] = buffer.to(device)
         return self
 
     def extra_repr(self) -> str:
@@ -58,9 +68,10 @@ def scalings_of(root: nn.Module) -> Iterator[Scaling]:
 def roll(root: nn.Module) -> None:
     """Take what was seen since the last time into the histories, and the bounds from these.
 
-    A value that was too large raises the bound at once, since it is in the history; one that is not finite doubles it.
-    A tensor that was not cast keeps its bound. All scales in a few launches; the device is asked only while a scale is
-    not known yet.
+    A value that was too large raises the bound at once, since it is in the history. Once it has passed, it is left out
+    if it is `FAR` from the others, so that one spike does not make the casts of a whole history underflow. What is not
+    finite says nothing of the next step and is not taken in. A tensor that was not cast, or of which only zeros were
+    seen, keeps its bound. All scales in a few launches; the device is asked only while a scale is not known yet.
     """
     by_device: dict[tuple, list[Scaling]] = {}
     for scaling in scalings_of(root):
@@ -74,27 +85,38 @@ def _roll(scalings: list[Scaling]) -> None:
     amax = torch.cat([s.amax for s in scalings])
     bound = torch.cat([s.bound for s in scalings])
     history = torch.stack([s.history for s in scalings])
-    limit = amax.new_tensor([GREATEST[s.format] for s in scalings])
+    limit, far, delayed = amax.new_tensor([(GREATEST[s.format], FAR[s.format], s.delayed) for s in scalings]).unbind(1)
     # a power of two above bound / limit: what is beyond limit times it was cut off
     reach = limit * torch.exp2(torch.ceil(torch.log2(bound / limit)))
     finite = amax.isfinite()
-    over = ((amax > reach) & (bound > 0)) | ~finite
-    seen = torch.where(finite, amax, 2 * bound)
-    shifted = torch.cat((seen[:, None], history[:, :-1]), 1)
-    history = torch.where((seen > 0)[:, None], shifted, history)
-    bound = history.amax(1)
+    over = ((amax > reach) & (bound > 0) & (delayed > 0)) | ~finite
+    history = torch.where(finite[:, None], torch.cat((amax[:, None], history[:, :-1]), 1), history)
+    spikes = history > (far * torch.maximum(history[:, 0], _median(history)))[:, None]
+    history = torch.where(spikes, 0.0, history)
+    greatest = history.amax(1)
+    bound = torch.where(greatest > 0, greatest, bound)
     torch._foreach_copy_([s.history for s in scalings], list(history.unbind()))
     torch._foreach_copy_([s.bound for s in scalings], list(bound[:, None].unbind()))
     torch._foreach_add_([s.overflows for s in scalings], list(over.to(amax.dtype)[:, None].unbind()))
+    torch._foreach_add_([s.spikes for s in scalings], list((spikes.sum(1) * delayed)[:, None].unbind()))
     torch._foreach_zero_([s.amax for s in scalings])
     if not all(s.warm for s in scalings):
         for scaling, known in zip(scalings, (bound > 0).tolist()):
             scaling.warm = scaling.warm or known
 
 
+def _median(history: Tensor) -> Tensor:
+    """The median of what is not 0 in each row, the lesser one of two; 0 for rows of zeros. `torch.median` is not
+    deterministic on a GPU."""
+    ordered = history.sort(1).values
+    count = (ordered > 0).sum(1)
+    place = history.shape[1] - count + (count - 1).clamp(min=0) // 2
+    return ordered.gather(1, place.clamp(max=history.shape[1] - 1)[:, None])[:, 0]
+
+
 def refresh_fp8(model: nn.Module) -> None:
-    """Cast the weights of a converted model anew. Needed only after weights were changed by other means than an
-    optimizer's step, `load_state_dict` or an eager forward's own look: under torch.compile."""
+    """Cast the weights of a converted model anew. Needed only in training mode, after weights were changed by other
+    means than an optimizer's step, `load_state_dict` or, but under torch.compile, a write that PyTorch counts."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"refresh_fp8: model must be a torch.nn.Module, got {type(model).__name__}; give the model that "

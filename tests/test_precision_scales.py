@@ -1,0 +1,114 @@
+"""FP8 scales of earlier steps: what raises a bound, what is forgotten, what is counted."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from op_runs import DEVICE
+from tilesmith.precision import FP8Config, FP8TrainingEngine
+from tilesmith.precision.scaling import Scaling, roll
+
+
+def _randn(*shape):
+    """The same numbers on any device."""
+    return torch.randn(shape).to(DEVICE)
+
+
+def _deep(recipe, depth=4, **more):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(64, 64), nn.GELU()))).to(DEVICE)
+    return FP8TrainingEngine(model, FP8Config(recipe=recipe, min_features=16, min_tokens=1, **more)), torch.optim.SGD(
+        model.parameters(), 1e-3
+    )
+
+
+def _zeros(trainer, optimizer, x):
+    """The share of zeros in the first layer's gradient of a step."""
+    trainer.training_step(x, x)
+    share = (trainer.model[0].weight.grad == 0).float().mean().item()
+    assert trainer.optimizer_step(optimizer)
+    return share
+
+
+@pytest.mark.parametrize("fault", [math.inf, math.nan])
+def test_many_spoilt_batches_in_a_row(fault):
+    """They say nothing of the next ones' size, and the loss's factor stays a number that can be divided by."""
+    x = _randn(32, 64)
+    trainer, optimizer = _deep("delayed", loss_scale_growth_interval=1)
+    with trainer:
+        for _ in range(3):
+            _zeros(trainer, optimizer, x)
+        before = trainer.get_training_statistics()["scales"]
+        spoilt = x.clone()
+        spoilt[3, 5] = fault
+        for _ in range(200):
+            trainer.training_step(spoilt, x)
+            assert not trainer.optimizer_step(optimizer)
+        assert trainer.get_training_statistics()["scales"] == before
+        assert trainer.loss_scale == 2.0**-16
+        assert all(_zeros(trainer, optimizer, x) < 0.1 for _ in range(3))
+
+
+@pytest.mark.parametrize("spike", [1e4, 1e6, 1e8])
+def test_a_spike_is_forgotten_once_it_has_passed(spike):
+    x = _randn(32, 64)
+    trainer, optimizer = _deep("delayed")
+    optimizer.param_groups[0]["lr"] = 0.0
+    with trainer:
+        for _ in range(4):
+            _zeros(trainer, optimizer, x)
+        spoilt = x.clone()
+        spoilt[3, 5] = spike
+        _zeros(trainer, optimizer, spoilt)
+        shares = [_zeros(trainer, optimizer, x) for _ in range(4)]
+        assert all(share < 0.1 for share in shares[1:]), shares
+        assert trainer.get_training_statistics()["spikes"] > 0
+
+
+def _rolled(values, format="e4m3", history=4):
+    """A scaling after steps whose largest values these were, and its bound after each."""
+    scaling = Scaling(format, history, DEVICE, True)
+    bounds = []
+    for value in values:
+        scaling.amax.fill_(value)
+        roll(scaling)
+        bounds.append(scaling.bound.item())
+    return scaling, bounds
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds", "spikes"),
+    [
+        ((1, 2, 3, 1, 1, 1, 1), (1, 2, 3, 3, 3, 3, 1), 0),  # the largest of the last four
+        ((1, 1, 999, 1, 1), (1, 1, 999, 1, 1), 1),
+        ((1, 1, 999, 0, 0), (1, 1, 999, 1, 1), 1),  # nothing came from layers behind, which forget it as well
+        ((1, 1, 999, 900, 999, 1), (1, 1, 999, 999, 999, 999), 0),  # a new level is none
+        ((999, 1, 1), (999, 1, 1), 1),
+        ((2, 0, 0, 0, 0, 0, 1), (2, 2, 2, 2, 2, 2, 1), 0),  # a layer that was not asked
+        ((2, math.nan, math.inf, 1), (2, 2, 2, 2), 0),
+        ((1, 1, 999, math.nan, 1), (1, 1, 999, 999, 1), 1),
+        ((1, 255, 1, 1), (1, 255, 255, 255), 0),
+    ],
+)
+def test_what_a_bound_is(values, bounds, spikes):
+    scaling, found = _rolled(values)
+    assert tuple(found) == bounds and scaling.spikes.item() == spikes
+
+
+def test_e5m2_has_room_for_more():
+    assert _rolled((1, 1, 999, 1), "e5m2")[1][-1] == 999
+    assert _rolled((1, 1, 99999, 1), "e5m2")[1][-1] == 1
+
+
+@pytest.mark.parametrize(("recipe", "overflows"), [("delayed", 2), ("current", 0)])
+def test_overflows_are_those_of_scales_that_were_used(recipe, overflows):
+    x = _randn(32, 64)
+    trainer, optimizer = _deep(recipe, depth=1)
+    with trainer:
+        for factor in (1, 1, 100, 1):
+            trainer.training_step(factor * x, torch.zeros_like(x))
+            trainer.optimizer_step(optimizer)
+    told = trainer.get_training_statistics()
+    assert told["overflows"] == overflows and told["spikes"] == 0
