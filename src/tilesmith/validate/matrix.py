@@ -37,7 +37,7 @@ def install(version: str, folder: Path) -> Path:
 
 
 def compile_with(site: Path, family: str) -> tuple[list[str], str]:
-    """Names of the kernels of `family` that the Triton in `site` compiled, and the error that ended it, if any."""
+    """Names of the kernels of `family` that the Triton in `site` compiled, and what was wrong, "" if nothing."""
     paths = [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
@@ -45,10 +45,12 @@ def compile_with(site: Path, family: str) -> tuple[list[str], str]:
         command = [sys.executable, "-m", "tilesmith.validate.offline", family, "cuda", "90", "32"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     names = sorted(set(re.findall(r"^compiled (\S+)", done.stdout, re.MULTILINE)))
-    errors = re.findall(r"^\w*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+    if done.returncode == 0:
+        return names, "" if names else "no kernel"
     if done.returncode < 0:
-        errors = [f"ended by signal {-done.returncode}"]
-    return names, "" if names else (errors or done.stderr.splitlines()[-1:] or ["no kernel"])[0]
+        return names, f"ended by signal {-done.returncode}"
+    errors = re.findall(r"^\w*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+    return names, (errors or done.stderr.splitlines()[-1:] or done.stdout.splitlines()[-1:] or ["it failed"])[0]
 
 
 def report(found: dict[str, dict[str, tuple[list[str], str]]]) -> str:
@@ -59,15 +61,19 @@ def report(found: dict[str, dict[str, tuple[list[str], str]]]) -> str:
     )
     text += f"| family | {' | '.join(found)} |\n|{'---|' * (len(found) + 1)}\n"
     for family in families:
-        cells = [str(len(column[family][0])) if column[family][0] else "no" for column in found.values()]
+        cells = [_cell(*column[family]) for column in found.values()]
         text += f"| {family} | {' | '.join(cells)} |\n"
     failed = [
         (family, version, column[family][1]) for family in families for version, column in found.items()
-        if not column[family][0]
+        if column[family][1]
     ]  # fmt: skip
     if failed:
         text += "\n" + "".join(f"- {family}, {version}: `{error}`\n" for family, version, error in failed)
     return text
+
+
+def _cell(names: list[str], error: str) -> str:
+    return "no" if not names else f"{len(names)}, not all" if error else str(len(names))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,10 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found[version] = {}
             for family in families:
                 found[version][family] = compile_with(site, family)
-                sys.stdout.write(f"{version} {family}: {len(found[version][family][0]) or found[version][family][1]}\n")
+                names, error = found[version][family]
+                sys.stdout.write(f"{version} {family}: {len(names)} {error}".rstrip() + "\n")
                 sys.stdout.flush()
     chosen.out.write_text(report(found))
-    return int(any(not names for column in found.values() for names, _ in column.values()))
+    return int(any(error for column in found.values() for _, error in column.values()))
 
 
 if __name__ == "__main__":
