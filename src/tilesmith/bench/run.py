@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tilesmith.bench.document import document
 from tilesmith.bench.missing import Missing
-from tilesmith.bench.peers import FLOORS, OURS, Adapter, providers
-from tilesmith.bench.selection import check_named, check_providers
+from tilesmith.bench.peers import FLOORS, OURS, Adapter, names, providers
+from tilesmith.bench.selection import check_named, refuse_unknown
 from tilesmith.bench.vulkan import ThroughVulkan
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.registry import family_of
@@ -111,7 +111,7 @@ def run(
     alone of a loss.
     """
     check_named(name, cases(name), named, dtype)
-    check_providers([name], only)
+    refuse_unknown(f"{name} has no provider", only, names(name))
     wanted = [c for c in cases(name) if (c.name in named if named else tag in c.tags) and dtype in c.dtypes]
     if not wanted:
         tags = sorted({tag for c in cases(name) if dtype in c.dtypes for tag in c.tags})

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tilesmith.bench.document import document
+from tilesmith.bench.peers import names
 from tilesmith.bench.run import case_rows, ceilings
-from tilesmith.bench.selection import check_parts, check_providers
+from tilesmith.bench.selection import check_parts, refuse_unknown
 from tilesmith.bench.sweep_inputs import INPUTS, LARGE, SMALL, Held
 from tilesmith.engine import Case, ops
 
@@ -84,7 +85,7 @@ def run(
     planned = [(value, *made) for value in at or values(op, axis, device) for made in cases(op, axis, value, held)]
     wanted = [made for made in planned if not named or any(n in made[1] for n in named)]
     check_parts(f"{op} has no panel", named, [panel for _, panel, _ in planned if panel])
-    check_providers([op], only)
+    refuse_unknown(f"{op} has no provider", only, names(op))
     found = document(
         f"{op}-{axis}",
         device,

@@ -95,7 +95,7 @@ def command(
     if plot is not None and sweep is None:
         refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
     from tilesmith.bench.document import save as write
-    from tilesmith.bench.selection import cases_of, providers_of
+    from tilesmith.bench.subjects import cases_of, providers_of
 
     where = device_named(device)
     line = "tilesmith " + shlex.join(sys.argv[1:])
@@ -244,7 +244,7 @@ def _subjects(what: list[str], tag: str, sweep: str | None) -> list[str]:
 
 def _selected(subjects: list[str], named: Sequence[str], only: Sequence[str], sweep: str | None) -> list[str]:
     """The subjects that have one of the cases `named`, if there are any. Refuses names that no subject has."""
-    from tilesmith.bench.selection import cases_of, check_cases, check_providers
+    from tilesmith.bench.subjects import cases_of, check_cases, check_providers
 
     with refused("--against"):
         check_providers(subjects, only)

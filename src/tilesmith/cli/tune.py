@@ -37,7 +37,8 @@ def command(
     kept of a kernel that some configuration makes faster than the default by more than 3 %: of all its sizes, since one
     without a row takes the nearest. Exits with 1 when a check fails.
     """
-    from tilesmith.bench.selection import cases_of, check_cases, check_named
+    from tilesmith.bench.selection import check_named
+    from tilesmith.bench.subjects import cases_of, check_cases
     from tilesmith.bench.tune import kept, tune
     from tilesmith.engine import cases
     from tilesmith.engine import ops as declared
