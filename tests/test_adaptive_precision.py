@@ -320,6 +320,23 @@ def test_tied_weights_stay(tmp_path):
     assert torch.equal(loaded(x), packed(x))
 
 
+@pytest.mark.parametrize("strategy", AllocationStrategy)
+def test_a_model_that_is_one_layer(tmp_path, strategy):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(128, 48), _inputs(64)
+    config = PrecisionConfig(allocation_strategy=strategy, target_memory_reduction=0.7)
+    packed = create_ultra_precision_module(layer, config, calibration=x)
+    stats = packed.get_precision_stats()
+    assert set(stats.layers) == {""} and stats.memory_savings_ratio >= 0.7 and isinstance(packed.model, PackedLinear)
+    assert type(layer) is nn.Linear and not torch.equal(packed(x), layer(x))
+    assert strategy is UNIFORM or stats.held_out["adaptive"] != stats.held_out["original"]
+    packed.save_packed(tmp_path / "layer.safetensors")
+    loaded = load_ultra_precision_module(nn.Linear(128, 48), tmp_path / "layer.safetensors")
+    assert torch.equal(loaded(x), packed(x)) and loaded.get_precision_stats() == stats
+    with pytest.raises(ValueError, match="the model is 48 x 128, the model's 32 x 128"):
+        load_ultra_precision_module(nn.Linear(128, 32), tmp_path / "layer.safetensors")
+
+
 def test_opportunities():
     model = _uneven()
     before = copy.deepcopy(model.state_dict())

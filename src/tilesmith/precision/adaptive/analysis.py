@@ -124,7 +124,7 @@ def _sentences(layers, sensitivity, bits, skipped, savings) -> list[str]:
         size = sum(layer_bytes(layers[name], 3) for name in cheap)
         found.append(f"{len(cheap)} layers do with 3 bits or less on average, {size / 2**20:.2f} MiB at 3 bits.")
     for name, reason in list(skipped.items())[:3]:
-        found.append(f"{name} stays as it is: {reason}.")
+        found.append(f"{name or 'The model'} stays as it is: {reason}.")
     return found
 
 

@@ -80,10 +80,12 @@ def structure_of(model: nn.Module, device: torch.device | None) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Put modules at their names, and wherever else the module that was there stands."""
+def place(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Put modules at their names, and wherever else the module that was there stands. Returns the model, which is
+    another module where one was put at its root, ""."""
     swaps = {id(model.get_submodule(name)): module for name, module in modules.items()}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in swaps:
                 parent._modules[name] = swaps[id(child)]
+    return swaps.get(id(model), model)

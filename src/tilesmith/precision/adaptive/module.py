@@ -131,7 +131,7 @@ def create_ultra_precision_module(
         raise ValueError(f"{OP}: loss_fn is of no use without calibration=")
     chosen, skipped = eligible(model)
     if not chosen:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:5]) or "it has none"
+        reasons = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(skipped.items())[:5]) or "it has none"
         raise ValueError(f"{OP}: no linear layer is eligible ({reasons})")
     base, original = base_bytes(model, config.base_precision), bytes_of(model)
     budget = _budget(model, chosen, config, base)
@@ -142,8 +142,7 @@ def create_ultra_precision_module(
         check_fit(given, work.eval())
     packer = _Packer(work, layers, config, given)
     widths, made = packer.choose(budget)
-    place(work, packer.packed(widths))
-    work.train(training)
+    work = place(work, packer.packed(widths))
     made = Made(base, original, skipped, **made)
     if made.fallback:
         log.warning("%s", made.fallback)
@@ -224,9 +223,9 @@ class _Packer:
 
     def _loss_of(self, widths: Widths, references: list[Tensor] | None) -> float:
         """The held-out loss with these widths."""
-        place(self.work, self.packed(widths))
+        packed = place(self.work, self.packed(widths))
         try:
-            return self.given.loss(self.work, references)
+            return self.given.loss(packed, references)
         finally:
             place(self.work, self.layers)
 
@@ -237,9 +236,9 @@ class _Packer:
         original = same.loss(self.work, references)
 
         def measured(name: str, width: int) -> float:
-            place(self.work, {name: self.one(name, uniform({name: self.layers[name]}, width)[name])})
+            packed = place(self.work, {name: self.one(name, uniform({name: self.layers[name]}, width)[name])})
             try:
-                return max(0.0, same.loss(self.work, references) - original)
+                return max(0.0, same.loss(packed, references) - original)
             finally:
                 place(self.work, {name: self.layers[name]})
 
