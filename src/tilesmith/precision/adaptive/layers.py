@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
 from tilesmith.precision.adaptive.layer import misfit_of
 
@@ -29,6 +30,7 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
             if p is not None:
                 owners.setdefault(id(p), []).append(f"{prefix}.{name}".lstrip("."))
     chosen, left = {}, {}
+    wrappers = wrappers_of(model)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -37,6 +39,8 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
             left[name] = f"it is a {type(module).__module__}.{type(module).__name__}, not nn.Linear itself"
         elif "forward" in module.__dict__ or hasattr(module, "parametrizations"):
             left[name] = "its forward or its weight was replaced on the instance"
+        elif adapter := reason_to_leave(name, wrappers):
+            left[name] = adapter
         elif shared:
             left[name] = f"its weight is also {', '.join(shared)}"
         elif module.weight.numel() and not bool(module.weight.detach().abs().max() <= 30000.0):
