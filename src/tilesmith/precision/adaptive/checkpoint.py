@@ -97,8 +97,8 @@ def _layer(path: Any, name: str, layer: nn.Linear, rows: int, tensors: dict[str,
     made = PackedLinear(parts, rows, layer.bias)
     if (made.out_features, made.in_features) != (layer.out_features, layer.in_features):
         raise ValueError(
-            f"{path}: {name or 'the model'} is {made.out_features} x {made.in_features}, the model's {layer.out_features} x "
-            f"{layer.in_features}"
+            f"{path}: {name or 'the model'} is {made.out_features} x {made.in_features}, the model's "
+            f"{layer.out_features} x {layer.in_features}"
         )
     return made
 
