@@ -498,6 +498,18 @@ REFUSED = [
     ("kind", lambda m: create_ultra_precision_module(m, calibration=["a", "b"]), TypeError, "batch 0 is str"),
     ("infinite", lambda m: create_ultra_precision_module(m, calibration=X / 0), ValueError, "must be finite"),
     (
+        "batch in the middle",
+        lambda m: create_ultra_precision_module(m, calibration=[X, X[:, :5], X, X]),
+        ValueError,
+        "calibration does not fit the model: batch 1 raises RuntimeError",
+    ),
+    (
+        "infinite in the middle",
+        lambda m: create_ultra_precision_module(m, calibration=[X, X, X / 0, *[X] * 6]),
+        ValueError,
+        "on batch 2 the model's loss or output is nan; it must be finite",
+    ),
+    (
         "loss",
         lambda m: create_ultra_precision_module(m, calibration=X, loss_fn=lambda m, b: 1.0),
         ValueError,
