@@ -113,7 +113,9 @@ def check_fit(calibration: Calibration, model: nn.Module) -> None:
                 f"calibration does not fit the model: batch {i} raises {type(problem).__name__}: {problem}"
             ) from problem
         if not math.isfinite(float(value)):
-            raise ValueError(f"calibration: on batch {i} the model's loss or output is {float(value)}; it must be finite")
+            raise ValueError(
+                f"calibration: on batch {i} the model's loss or output is {float(value)}; it must be finite"
+            )
 
 
 def call(model: nn.Module, batch: Any) -> Any:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
 from tilesmith.precision.adaptive.layer import misfit_of
+from tilesmith.rewrite import forms, original_class
+
+_ALONE = {"BiasForm", "HeadForm"}  # what `optimize` makes of a linear layer by itself; packed, it needs neither
 
 
 def check_model(op: str, model: nn.Module) -> None:
@@ -35,8 +38,10 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
         if not isinstance(module, nn.Linear):
             continue
         shared = [owner for owner in owners.get(id(module.weight), []) if owner != f"{name}.weight".lstrip(".")]
-        if type(module) is not nn.Linear:
+        if original_class(type(module)) is not nn.Linear:
             left[name] = f"it is a {type(module).__module__}.{type(module).__name__}, not nn.Linear itself"
+        elif joined := sorted({type(form).__name__ for form in forms(module)} - _ALONE):
+            left[name] = f"optimize computes it with others ({', '.join(joined)}); pack the model before optimize"
         elif "forward" in module.__dict__ or hasattr(module, "parametrizations"):
             left[name] = "its forward or its weight was replaced on the instance"
         elif adapter := reason_to_leave(name, wrappers):
