@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from tilesmith import nn as tile_nn
 from tilesmith import optimize
-from tilesmith.precision import PrecisionConfig, PrecisionFormat, create_ultra_precision_module
+from tilesmith.precision import (
+    PrecisionConfig,
+    PrecisionFormat,
+    analyze_precision_opportunities,
+    create_ultra_precision_module,
+)
 
 
 def _inputs(rows):
@@ -90,3 +96,14 @@ def test_layers_that_optimize_computes_together_stay():
         model, PrecisionConfig(PrecisionFormat.FP32, target_memory_reduction=0.2)
     ).get_precision_stats()
     assert set(stats.layers) == {"1"} and "MemberForm" in stats.skipped["0"]
+
+
+def test_stacked_experts_are_named():
+    torch.manual_seed(0)
+    layer = tile_nn.MixtureOfExperts(128, 64, 4, 2, shared_size=64)
+    config = PrecisionConfig(PrecisionFormat.FP32, target_memory_reduction=0.01)
+    stats = create_ultra_precision_module(layer, config).get_precision_stats()
+    assert "stacked experts" in stats.skipped["experts"] and stats.layers
+    assert "stacked experts" in analyze_precision_opportunities(layer, _inputs(4))["skipped"]["experts"]
+    with pytest.raises(ValueError, match="no linear layer is eligible .experts: its weights are stacked experts"):
+        create_ultra_precision_module(nn.ModuleDict({"experts": layer.experts}))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
 from tilesmith.precision.adaptive.layer import misfit_of
+from tilesmith.precision.experts import stacked
 from tilesmith.rewrite import forms, original_class
 
 _ALONE = {"BiasForm", "HeadForm"}  # what `optimize` makes of a linear layer by itself; packed, it needs neither
@@ -26,7 +27,7 @@ def check_model(op: str, model: nn.Module) -> None:
 
 
 def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The layers to pack by name, and why the other linear layers stay."""
+    """The layers to pack by name, and why the other linear layers and stacked experts stay."""
     owners: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=True):
         for name, p in module._parameters.items():
@@ -35,6 +36,8 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     chosen, left = {}, {}
     wrappers = wrappers_of(model)
     for name, module in model.named_modules():
+        if stacked(module):
+            left[name] = "its weights are stacked experts, [experts, rows, columns]; only linear layers are packed"
         if not isinstance(module, nn.Linear):
             continue
         shared = [owner for owner in owners.get(id(module.weight), []) if owner != f"{name}.weight".lstrip(".")]
