@@ -31,8 +31,7 @@ def analyze_precision_opportunities(
         device: where the analysis runs; None: where the model is.
 
     What an error in the weights does to the output is estimated to second order by the Fisher information, from this
-    one
-    input: a hint, where `create_ultra_precision_module` measures.
+    one input: a hint, where `create_ultra_precision_module` measures.
 
     Returns:
         potential_savings: the share of the bytes that is saved by the smallest packing whose predicted distance is at
