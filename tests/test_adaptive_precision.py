@@ -20,7 +20,7 @@ from tilesmith.precision import (
     load_ultra_precision_module,
 )
 from tilesmith.precision.adaptive.allocation import allocate
-from tilesmith.precision.adaptive.choice import uniform
+from tilesmith.precision.adaptive.choice import dealt, uniform
 from tilesmith.precision.adaptive.config import WIDTHS
 from tilesmith.precision.adaptive.layer import code_bytes, overhead_bytes, pack_layer
 from tilesmith.precision.adaptive.layers import bytes_of
@@ -232,8 +232,47 @@ def test_widths_that_lose_are_replaced(monkeypatch):
     config = PrecisionConfig(target_memory_reduction=0.75)
     stats = create_ultra_precision_module(_uneven(), config, calibration=_inputs(64)).get_precision_stats()
     assert stats.strategy == "uniform" and "did not win" in stats.fallback
-    assert stats.held_out["adaptive"] >= stats.held_out["uniform"]
-    assert all(sum(n > 0 for n in row.tiles.values()) == 1 for row in stats.layers.values())
+    assert stats.held_out["adaptive"] >= min(stats.held_out["uniform"], stats.held_out["dealt"])
+    used = {width for row in stats.layers.values() for width, n in row.tiles.items() if n}
+    assert stats.held_out["dealt"] < stats.held_out["uniform"] and used == {3, 4}
+
+
+@pytest.mark.parametrize("reduction", [0.6, 0.66])
+def test_widths_drawn_at_random_do_not_win(monkeypatch, reduction):
+    """Between two widths of the grid, more bytes alone beat one width for all tiles."""
+    from tilesmith.precision.adaptive import choice
+
+    true = choice.entropy_losses
+
+    def drawn(h, s, widths):
+        scores = 3 * torch.rand(h.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        return true(scores, torch.zeros_like(scores), widths)
+
+    monkeypatch.setattr(choice, "entropy_losses", drawn)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).eval()
+    x = torch.randn(256, 256)
+    config = PrecisionConfig(target_memory_reduction=reduction)
+    stats = create_ultra_precision_module(model, config, calibration=x).get_precision_stats()
+    assert stats.strategy == "uniform" and "did not win" in stats.fallback
+    assert stats.held_out["adaptive"] < stats.held_out["uniform"]
+    assert stats.memory_savings_ratio >= reduction
+
+
+@pytest.mark.parametrize("options", [WIDTHS, WIDTHS[1:]])
+@pytest.mark.parametrize("seed", range(3))
+def test_dealt_widths_take_as_many_bytes(options, seed):
+    layers = {"a": nn.Linear(192, 40), "b": nn.Linear(64, 80)}
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: like.shape for name, like in uniform(layers, 2).items()}
+    likes = {n: torch.tensor(options)[torch.randint(len(options), s, generator=generator)] for n, s in shapes.items()}
+    for like in (likes, uniform(layers, options[0]), uniform(layers, 8)):
+        found = dealt(layers, options, like)
+        bits = [sum(int(w.sum()) for w in widths.values()) for widths in (like, found)]
+        used = sorted({int(w) for widths in found.values() for w in widths.unique()})
+        assert 0 <= bits[0] - bits[1] < 2 and {name: w.shape for name, w in found.items()} == shapes
+        assert len(used) < 3 and options.index(used[-1]) - options.index(used[0]) == len(used) - 1
+        assert all(torch.equal(found[name], again) for name, again in dealt(layers, options, like).items())
 
 
 @pytest.mark.parametrize(
@@ -320,6 +359,23 @@ def test_tied_weights_stay(tmp_path):
     assert torch.equal(loaded(x), packed(x))
 
 
+@pytest.mark.parametrize("strategy", AllocationStrategy)
+def test_a_model_that_is_one_layer(tmp_path, strategy):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(128, 48), _inputs(64)
+    config = PrecisionConfig(allocation_strategy=strategy, target_memory_reduction=0.7)
+    packed = create_ultra_precision_module(layer, config, calibration=x)
+    stats = packed.get_precision_stats()
+    assert set(stats.layers) == {""} and stats.memory_savings_ratio >= 0.7 and isinstance(packed.model, PackedLinear)
+    assert type(layer) is nn.Linear and not torch.equal(packed(x), layer(x))
+    assert strategy is UNIFORM or stats.held_out["adaptive"] != stats.held_out["original"]
+    packed.save_packed(tmp_path / "layer.safetensors")
+    loaded = load_ultra_precision_module(nn.Linear(128, 48), tmp_path / "layer.safetensors")
+    assert torch.equal(loaded(x), packed(x)) and loaded.get_precision_stats() == stats
+    with pytest.raises(ValueError, match="the model is 48 x 128, the model's 32 x 128"):
+        load_ultra_precision_module(nn.Linear(128, 32), tmp_path / "layer.safetensors")
+
+
 def test_opportunities():
     model = _uneven()
     before = copy.deepcopy(model.state_dict())
@@ -394,6 +450,18 @@ REFUSED = [
     ),
     ("kind", lambda m: create_ultra_precision_module(m, calibration=["a", "b"]), TypeError, "batch 0 is str"),
     ("infinite", lambda m: create_ultra_precision_module(m, calibration=X / 0), ValueError, "must be finite"),
+    (
+        "batch in the middle",
+        lambda m: create_ultra_precision_module(m, calibration=[X, X[:, :5], X, X]),
+        ValueError,
+        "calibration does not fit the model: batch 1 raises RuntimeError",
+    ),
+    (
+        "infinite in the middle",
+        lambda m: create_ultra_precision_module(m, calibration=[X, X, X / 0, *[X] * 6]),
+        ValueError,
+        "on batch 2 the model's loss or output is nan; it must be finite",
+    ),
     (
         "loss",
         lambda m: create_ultra_precision_module(m, calibration=X, loss_fn=lambda m, b: 1.0),

@@ -132,7 +132,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A feed-forward layer of routed experts, with shared experts beside them where `shared_size` is above 0.
 
-    shared_size: inner width of a `GatedMLP` that every token passes. The other options are those of `Router`.
+    shared_size: inner width of a `GatedMLP` that every token passes. scores: as in `Router`, whose other options keep
+    their defaults. The rest: as in `Experts`.
     """
 
     def __init__(

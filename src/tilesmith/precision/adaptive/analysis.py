@@ -31,8 +31,7 @@ def analyze_precision_opportunities(
         device: where the analysis runs; None: where the model is.
 
     What an error in the weights does to the output is estimated to second order by the Fisher information, from this
-    one
-    input: a hint, where `create_ultra_precision_module` measures.
+    one input: a hint, where `create_ultra_precision_module` measures.
 
     Returns:
         potential_savings: the share of the bytes that is saved by the smallest packing whose predicted distance is at
@@ -124,7 +123,7 @@ def _sentences(layers, sensitivity, bits, skipped, savings) -> list[str]:
         size = sum(layer_bytes(layers[name], 3) for name in cheap)
         found.append(f"{len(cheap)} layers do with 3 bits or less on average, {size / 2**20:.2f} MiB at 3 bits.")
     for name, reason in list(skipped.items())[:3]:
-        found.append(f"{name} stays as it is: {reason}.")
+        found.append(f"{name or 'The model'} stays as it is: {reason}.")
     return found
 
 

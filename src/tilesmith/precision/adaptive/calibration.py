@@ -96,9 +96,12 @@ def calibration_of(given: Any, loss_fn: Loss | None, device: torch.device | None
 
 
 def check_fit(calibration: Calibration, model: nn.Module) -> None:
-    """Run the model on the first batch of each kind. ValueError where it does not take them or its loss is not
-    finite."""
-    for name, batch in (("batch 0", calibration.batches[0]), ("its last batch", calibration.held_out[-1])):
+    """Run the model on each batch. ValueError where it does not take one or its loss is not finite."""
+    seen = set()  # one batch may stand for several draws
+    for i, batch in enumerate((*calibration.batches, *calibration.held_out)):
+        if id(batch) in seen:
+            continue
+        seen.add(id(batch))
         try:
             with torch.no_grad():
                 if calibration.loss_fn is not None:
@@ -107,10 +110,12 @@ def check_fit(calibration: Calibration, model: nn.Module) -> None:
                     value = output_of(call(model, batch))[1].float().square().mean()
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as problem:
             raise ValueError(
-                f"calibration does not fit the model: {name} raises {type(problem).__name__}: {problem}"
+                f"calibration does not fit the model: batch {i} raises {type(problem).__name__}: {problem}"
             ) from problem
         if not math.isfinite(float(value)):
-            raise ValueError(f"calibration: on {name} the model's loss or output is {float(value)}; it must be finite")
+            raise ValueError(
+                f"calibration: on batch {i} the model's loss or output is {float(value)}; it must be finite"
+            )
 
 
 def call(model: nn.Module, batch: Any) -> Any:

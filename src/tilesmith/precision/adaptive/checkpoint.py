@@ -77,7 +77,7 @@ def load_ultra_precision_module(
     place_on = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
     tensors = {name: tensor.to(place_on) for name, tensor in tensors.items()}
     work = structure_of(model, torch.device(place_on))
-    place(work, {name: _layer(path, name, linear[name], rows, tensors) for name, rows in said["layers"].items()})
+    work = place(work, {name: _layer(path, name, linear[name], rows, tensors) for name, rows in said["layers"].items()})
     wanted = set(work.state_dict())
     if wanted != set(tensors):
         odd = sorted(wanted ^ set(tensors))
@@ -90,15 +90,15 @@ def load_ultra_precision_module(
 
 
 def _layer(path: Any, name: str, layer: nn.Linear, rows: int, tensors: dict[str, Tensor]) -> PackedLinear:
-    parts = {part: tensors.get(f"{name}.{part}") for part in PARTS}
+    parts = {part: tensors.get(f"{name}.{part}".lstrip(".")) for part in PARTS}
     lacking = [part for part, tensor in parts.items() if tensor is None]
     if lacking:
-        raise ValueError(f"{path}: {name} lacks {', '.join(lacking)}")
+        raise ValueError(f"{path}: {name or 'the model'} lacks {', '.join(lacking)}")
     made = PackedLinear(parts, rows, layer.bias)
     if (made.out_features, made.in_features) != (layer.out_features, layer.in_features):
         raise ValueError(
-            f"{path}: {name} is {made.out_features} x {made.in_features}, the model's {layer.out_features} x "
-            f"{layer.in_features}"
+            f"{path}: {name or 'the model'} is {made.out_features} x {made.in_features}, the model's "
+            f"{layer.out_features} x {layer.in_features}"
         )
     return made
 

@@ -25,6 +25,20 @@ def uniform(layers: Mapping[str, nn.Linear], width: int) -> Widths:
     return {name: torch.full(tile_shape(layer), width, dtype=torch.int64) for name, layer in layers.items()}
 
 
+def dealt(layers: Mapping[str, nn.Linear], options: tuple[int, ...], like: Widths) -> Widths:
+    """Two neighbouring widths for as many bytes as `like` takes, but for less than one step of a tile: the best that
+    can be had without looking at the weights. Which tiles get the wider is drawn with a fixed seed."""
+    bits, count = sum(int(w.sum()) for w in like.values()), sum(w.numel() for w in like.values())
+    low = max(w for w in options if w * count <= bits)
+    high = min((w for w in options if w > low), default=low)
+    flat = torch.full((count,), low, dtype=torch.int64)
+    if high > low:
+        wide = (bits - low * count) // (high - low)
+        flat[torch.randperm(count, generator=torch.Generator().manual_seed(0))[:wide]] = high
+    parts = flat.split([like[name].numel() for name in layers])
+    return {name: part.view(tile_shape(layer)) for (name, layer), part in zip(layers.items(), parts)}
+
+
 def widest(layers: Mapping[str, nn.Linear], widths: tuple[int, ...], budget: int) -> int:
     """The widest uniform width whose layers take at most `budget` bytes; ValueError where not even the narrowest
     fits."""

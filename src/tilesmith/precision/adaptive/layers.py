@@ -8,8 +8,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
 from tilesmith.precision.adaptive.layer import misfit_of
+from tilesmith.precision.experts import stacked
+from tilesmith.rewrite import forms, original_class
+
+_ALONE = {"BiasForm", "HeadForm"}  # what `optimize` makes of a linear layer by itself; packed, it needs neither
 
 
 def check_model(op: str, model: nn.Module) -> None:
@@ -22,21 +27,28 @@ def check_model(op: str, model: nn.Module) -> None:
 
 
 def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The layers to pack by name, and why the other linear layers stay."""
+    """The layers to pack by name, and why the other linear layers and stacked experts stay."""
     owners: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=True):
         for name, p in module._parameters.items():
             if p is not None:
                 owners.setdefault(id(p), []).append(f"{prefix}.{name}".lstrip("."))
     chosen, left = {}, {}
+    wrappers = wrappers_of(model)
     for name, module in model.named_modules():
+        if stacked(module):
+            left[name] = "its weights are stacked experts, [experts, rows, columns]; only linear layers are packed"
         if not isinstance(module, nn.Linear):
             continue
         shared = [owner for owner in owners.get(id(module.weight), []) if owner != f"{name}.weight".lstrip(".")]
-        if type(module) is not nn.Linear:
+        if original_class(type(module)) is not nn.Linear:
             left[name] = f"it is a {type(module).__module__}.{type(module).__name__}, not nn.Linear itself"
+        elif joined := sorted({type(form).__name__ for form in forms(module)} - _ALONE):
+            left[name] = f"optimize computes it with others ({', '.join(joined)}); pack the model before optimize"
         elif "forward" in module.__dict__ or hasattr(module, "parametrizations"):
             left[name] = "its forward or its weight was replaced on the instance"
+        elif adapter := reason_to_leave(name, wrappers):
+            left[name] = adapter
         elif shared:
             left[name] = f"its weight is also {', '.join(shared)}"
         elif module.weight.numel() and not bool(module.weight.detach().abs().max() <= 30000.0):
@@ -80,10 +92,12 @@ def structure_of(model: nn.Module, device: torch.device | None) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Put modules at their names, and wherever else the module that was there stands."""
+def place(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Put modules at their names, and wherever else the module that was there stands. Returns the model, which is
+    another module where one was put at its root, ""."""
     swaps = {id(model.get_submodule(name)): module for name, module in modules.items()}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in swaps:
                 parent._modules[name] = swaps[id(child)]
+    return swaps.get(id(model), model)

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import located
 from tilesmith.precision.adaptive.calibration import Calibration, Loss, calibration_of, check_fit
-from tilesmith.precision.adaptive.choice import Widths, by_layer, by_tile, informations, layer_bytes, uniform, widest
+from tilesmith.precision.adaptive.choice import (
+    Widths,
+    by_layer,
+    by_tile,
+    dealt,
+    informations,
+    layer_bytes,
+    uniform,
+    widest,
+)
 from tilesmith.precision.adaptive.config import AllocationStrategy, PrecisionConfig, QuantizationMode
 from tilesmith.precision.adaptive.layer import PackedLinear, pack_layer
 from tilesmith.precision.adaptive.layers import base_bytes, bytes_of, check_model, eligible, place, structure_of
@@ -103,8 +112,9 @@ def create_ultra_precision_module(
         device: where the packed model is made and stays; None: where the model is.
         calibration: inputs as the model will get them: a tensor whose rows are samples, or a sequence of batches
             (tensors, tuples, dicts). Three quarters show which weights the loss notices; on the rest the chosen widths
-            must have a lower loss than uniform widths of no more bytes, else uniform widths are used. None: uniform
-            widths, since the entropy of weights alone was measured to choose worse than that.
+            must have a lower loss than one width for all tiles, and than two widths dealt over the tiles regardless of
+            the weights in as many bytes; else the better of these two is used. None: one width for all tiles, since the
+            entropy of weights alone was measured to choose worse than that.
         loss_fn: (model, batch) -> mean loss; None: how far outputs are from the original's.
 
     Without calibration, or where the check fails, `get_precision_stats().fallback` says so.
@@ -131,7 +141,9 @@ def create_ultra_precision_module(
         raise ValueError(f"{OP}: loss_fn is of no use without calibration=")
     chosen, skipped = eligible(model)
     if not chosen:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:5]) or "it has none"
+        reasons = (
+            "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(skipped.items())[:5]) or "it has none"
+        )
         raise ValueError(f"{OP}: no linear layer is eligible ({reasons})")
     base, original = base_bytes(model, config.base_precision), bytes_of(model)
     budget = _budget(model, chosen, config, base)
@@ -142,8 +154,7 @@ def create_ultra_precision_module(
         check_fit(given, work.eval())
     packer = _Packer(work, layers, config, given)
     widths, made = packer.choose(budget)
-    place(work, packer.packed(widths))
-    work.train(training)
+    work = place(work, packer.packed(widths))
     made = Made(base, original, skipped, **made)
     if made.fallback:
         log.warning("%s", made.fallback)
@@ -207,26 +218,25 @@ class _Packer:
             widths, shares = by_layer(self.layers, self._measured(), self.config, budget)
         else:
             widths, shares = by_tile(self.layers, self.information, self.config, budget)
-        total = sum(shares.values())
-        losses = {
-            "original": original,
-            "uniform": self._loss_of(plain, references),
-            "adaptive": self._loss_of(widths, references),
-        }
-        if not losses["adaptive"] < losses["uniform"]:
+        arms = {"uniform": plain, "dealt": dealt(self.layers, self.config.widths, widths), "adaptive": widths}
+        losses = {"original": original} | {name: self._loss_of(arm, references) for name, arm in arms.items()}
+        best = "dealt" if losses["dealt"] < losses["uniform"] else "uniform"
+        if not losses["adaptive"] < losses[best]:
             reason = (
                 f"{strategy.value} widths did not win: their loss on held-out batches is {losses['adaptive']:.6g}, "
-                f"that of uniform widths {losses['uniform']:.6g}; the widths are uniform"
+                f"that of one width for all tiles {losses['uniform']:.6g}, and that of two widths dealt over the tiles "
+                f"regardless of the weights, in as many bytes, {losses['dealt']:.6g}; the widths are {best}"
             )
-            return plain, {"strategy": AllocationStrategy.UNIFORM.value, "fallback": reason, "held_out": losses}
+            return arms[best], {"strategy": AllocationStrategy.UNIFORM.value, "fallback": reason, "held_out": losses}
+        total = sum(shares.values())
         shares = {name: share / total if total > 0 else 0.0 for name, share in shares.items()}
         return widths, {"strategy": strategy.value, "held_out": losses, "shares": shares}
 
     def _loss_of(self, widths: Widths, references: list[Tensor] | None) -> float:
         """The held-out loss with these widths."""
-        place(self.work, self.packed(widths))
+        packed = place(self.work, self.packed(widths))
         try:
-            return self.given.loss(self.work, references)
+            return self.given.loss(packed, references)
         finally:
             place(self.work, self.layers)
 
@@ -237,9 +247,9 @@ class _Packer:
         original = same.loss(self.work, references)
 
         def measured(name: str, width: int) -> float:
-            place(self.work, {name: self.one(name, uniform({name: self.layers[name]}, width)[name])})
+            packed = place(self.work, {name: self.one(name, uniform({name: self.layers[name]}, width)[name])})
             try:
-                return max(0.0, same.loss(self.work, references) - original)
+                return max(0.0, same.loss(packed, references) - original)
             finally:
                 place(self.work, {name: self.layers[name]})
 
