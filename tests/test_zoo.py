@@ -30,6 +30,13 @@ def test_a_seed_draws_the_same_calls_that_an_op_takes(op):
         ops()[op](**args)
 
 
+@pytest.mark.parametrize("op", ["kl_div", "linear_distillation", "linear_preference", "softmax"])
+def test_a_call_is_named_by_the_tokens_that_it_has(op):
+    for case in zoo.sample(op, 5, 12):
+        tokens = next(v for v in case.args.values() if hasattr(v, "shape")).shape[:-1]
+        assert f" {' x '.join(map(str, tokens))} x " in case.name
+
+
 def test_a_decode_has_few_queries_and_a_cache():
     for case in zoo.sample("attention", 1, 30, decode=True):
         q, k = case.args["q"].shape, case.args["k"].shape
@@ -41,6 +48,8 @@ def test_what_cannot_be_drawn_is_refused():
         zoo.sample("merge_attention", 1, 1)
     with pytest.raises(ValueError, match="decode is a call of attention, not of rms_norm"):
         zoo.sample("rms_norm", 1, 1, decode=True)
+    with pytest.raises(ValueError, match=r"matmul: only \d+ calls that differ could be drawn, not 500"):
+        zoo.sample("matmul", 1, 500)
 
 
 def test_a_run_has_rows_and_a_summary(monkeypatch):

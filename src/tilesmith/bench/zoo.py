@@ -80,7 +80,8 @@ def sample(op: str, seed: int, count: int, decode: bool = False) -> list[Case]:
 
     Attention: heads and mask of a model, 256 to 32,768 tokens log-uniform in multiples of 8, as many sequences as make
     32,768 tokens at most; decode: 1, 4 or 16 query tokens on a cache. Ops on rows: a model's width and a number of
-    rows. Losses: a model's vocabulary and hidden size. Raises ValueError for an op that follows no model's shape.
+    rows. Losses: a model's vocabulary and hidden size. Raises ValueError for an op that follows no model's shape,
+    and for more calls than differ.
     """
     if op not in served():
         raise ValueError(f"{op} cannot be drawn from models; ops that can: {', '.join(sorted(served()))}")
@@ -89,10 +90,12 @@ def sample(op: str, seed: int, count: int, decode: bool = False) -> list[Case]:
     chance = random.Random(f"{op} {decode} {seed}")
     draw = _decode if decode else _attention if op == "attention" else _losses if _has_classes(op) else _rows
     found: dict[str, Case] = {}
-    while len(found) < count:
+    for _ in range(100 * count):
         case = draw(op, chance)
         found.setdefault(case.name, case)
-    return list(found.values())
+        if len(found) == count:
+            return list(found.values())
+    raise ValueError(f"{op}: only {len(found)} calls that differ could be drawn, not {count}; ask for fewer")
 
 
 def _log_uniform(chance: random.Random, least: int, most: int, step: int = 1) -> int:
@@ -138,7 +141,7 @@ def _losses(op: str, chance: random.Random) -> Case:
     tokens = _log_uniform(chance, 1024, 16384)
     held = replace(LARGE, tokens=tokens, hidden=model.hidden, vocab=model.vocabulary)
     (args,) = INPUTS[op]["vocabulary"].build(model.vocabulary, held).values()
-    return Case(f"{model.name} {min(tokens, 8192)} x {model.hidden} x {model.vocabulary}", args)
+    return Case(f"{model.name} {_tokens(args)} x {model.hidden} x {model.vocabulary}", args)
 
 
 def _rows(op: str, chance: random.Random) -> Case:
@@ -146,7 +149,13 @@ def _rows(op: str, chance: random.Random) -> Case:
     columns = model.intermediate if op in GATED else model.hidden
     rows = _log_uniform(chance, SHORTEST, 2 * TOKENS) | 1
     (args,) = INPUTS[op]["columns"].build(columns, replace(LARGE, tokens=rows)).values()
-    return Case(f"{model.name} {rows} x {columns}", args)
+    return Case(f"{model.name} {_tokens(args)} x {columns}", args)
+
+
+def _tokens(args: Mapping[str, Any]) -> str:
+    """The dims before the last of a call's first tensor: less than was drawn where a call would not fit."""
+    first = next(value for value in args.values() if isinstance(value, T))
+    return " x ".join(map(str, first.shape[:-1]))
 
 
 def run(
