@@ -162,6 +162,7 @@ def test_a_run_can_be_made_longer(book, tmp_path):
         (("BOOK", "--warmup", 7), "--warmup is 7, of --steps 6"),
         (("BOOK", "--dtype", "float16"), "--dtype must be float32 or bfloat16, got 'float16'"),
         (("BOOK", "--device", "gpu7"), "'gpu7' is no device"),
+        (("BOOK", "--chosen", 2), "--chosen is for a model of experts; say how many by --experts"),
         (
             ("BOOK", "--heads", 3, "--kv-heads", 2),
             "the sizes of the model do not fit together: DecoderConfig: num_kv_heads is 2",
