@@ -5,7 +5,6 @@ The day is the seed: TILESMITH_FAMILIES=2026-11-23 repeats that day's choice, na
 
 import datetime
 import inspect
-import os
 import random
 import warnings
 
@@ -17,13 +16,14 @@ import transformers
 
 import all_families
 from family_models import SLOW, families
+from tilesmith.settings import settings
 
 COUNT = {"causal_lm": 3, "masked_lm": 1, "seq2seq_lm": 1, "image_classification": 1, "ctc": 1, "speech_seq2seq": 1}
 
 
 def _chosen():
     """(names in the order of trial, how many of each task are enough, what was asked for)."""
-    asked = os.environ.get("TILESMITH_FAMILIES", "") or datetime.date.today().isoformat()
+    asked = settings().families or datetime.date.today().isoformat()
     try:
         return all_families.chosen(asked.split(",")), {}, asked
     except ValueError:  # a date

@@ -26,6 +26,8 @@ class Settings:
     replay: ``TILESMITH_REPLAY="1"``: repeated calls on a CUDA device do again what their launcher did without asking
         it (the default); "0": each call runs its launcher; "check": both run, and RuntimeError says where they differ.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
+    families: ``TILESMITH_FAMILIES="2026-11-23"``: the models of transformers that tests take, those of a day or those of
+        these tasks and families.
     """
 
     pins: tuple[tuple[str, str], ...]
@@ -36,6 +38,7 @@ class Settings:
     trust_triton: bool
     replay: str
     require_all: bool
+    families: str
 
 
 _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("", "0", "false", "no", "off"), False)}
@@ -102,4 +105,5 @@ def settings() -> Settings:
         trust_triton=_flag("TRUST_TRITON"),
         replay=_replay(os.environ.get(PREFIX + "REPLAY") or "1"),
         require_all=_flag("REQUIRE_ALL"),
+        families=os.environ.get(PREFIX + "FAMILIES", ""),
     )
