@@ -26,7 +26,7 @@ class Settings:
     replay: ``TILESMITH_REPLAY="1"``: repeated calls on a CUDA device do again what their launcher did without asking
         it (the default); "0": each call runs its launcher; "check": both run, and RuntimeError says where they differ.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
-    families: ``TILESMITH_FAMILIES="2026-11-23"``: the models of transformers that tests take, those of a day or those of
+    families: ``TILESMITH_FAMILIES="2026-11-23"``: the models of transformers that tests take, those of a day or of
         these tasks and families.
     """
 
