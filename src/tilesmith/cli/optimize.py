@@ -147,11 +147,14 @@ def _differ(steps: dict[str, Step]) -> bool:
 
 
 def _compare(steps: dict[str, Step], kind: str) -> None:
+    from tilesmith.engine.memory import human_size
+
     before, after = steps["before"], steps["after"]
     gain = f"{before.timing.median_us / after.timing.median_us:.2f}×" if _differ(steps) else "none beyond the spread"
     rows = [("training step", _time(before.timing), _time(after.timing), gain)]
     if before.peak and after.peak:  # 0 on a device whose allocator says nothing
-        rows.append(("peak memory", _bytes(before.peak), _bytes(after.peak), f"{before.peak / after.peak:.2f}×"))
+        held = human_size(before.peak), human_size(after.peak)
+        rows.append(("peak memory", *held, f"{before.peak / after.peak:.2f}×"))
     console.print()
     console.print(table(("", "before", "after", "gain"), rows, right="before,after,gain"))
     told = f"Medians of {len(before.timing.rounds)} interleaved rounds, ± half the interquartile range, on {kind}."
@@ -173,8 +176,3 @@ def _as_dict(steps: dict[str, Step]) -> dict:
 
 def _time(timing: Timing) -> str:
     return f"{timing.median_us / 1e3:.1f} ms ±{50 * timing.spread:.0f} %"
-
-
-def _bytes(count: int) -> str:
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if count >= u), (1e3, "kB"))
-    return f"{count / unit:.2f} {name}"

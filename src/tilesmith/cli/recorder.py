@@ -38,9 +38,8 @@ class Recorder(torch_private.DispatchMode or object):
         return func(*args, **(kwargs or {}))
 
     def _explained(self, op: Op, args: tuple) -> Choice:
-        with (
-            warnings.catch_warnings()
-        ):  # alignment is told by an address; fake tensors, whose address is 0, are aligned
+        # Alignment is told by an address; fake tensors, whose address is 0, are aligned.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             return op.explain(*args, arch=self._arch)
 

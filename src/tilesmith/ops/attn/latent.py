@@ -12,8 +12,7 @@ def values_in_keys(k: Tensor, v: Tensor) -> bool:
 def begin_together(a: Tensor, b: Tensor) -> bool:
     """Whether the first elements of two tensors are one in memory."""
     storage = a.untyped_storage()
-    if (
-        storage.device.type == "meta"
-    ):  # of tensors on "meta" and of fake ones, whose device is another: no address tells
+    # Tensors on "meta" have no address; neither have fake ones, though their own device is another.
+    if storage.device.type == "meta":
         return b.untyped_storage() is storage and b.storage_offset() == a.storage_offset()
     return b.data_ptr() == a.data_ptr()
