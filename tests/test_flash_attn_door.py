@@ -216,7 +216,7 @@ def test_bad_arguments_are_named(function, changes, error, message):
         ({"block_table": torch.zeros(1, 1).int()}, ValueError, "block_table must be None.*flash_attn_with_kvcache"),
         ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a tensor, got None"),
         ({"cu_seqlens_k": torch.zeros(2, 2).int()}, ValueError, r"cu_seqlens_k must be \[N \+ 1\], got \[2, 2\]"),
-        ({"cu_seqlens_k": torch.tensor([0, 5])}, TypeError, "cu_seqlens_k"),
+        ({"cu_seqlens_k": torch.tensor([0, 5], device=DEVICE)}, TypeError, "cu_seqlens_k"),
         ({"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q must be an int, got 2.5"),
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be at least 0, got -1"),
         ({"v": torch.ones(5, 3, 16, device=DEVICE)}, ValueError, "v"),

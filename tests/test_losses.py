@@ -203,3 +203,17 @@ def test_features_that_do_not_count_reach_no_gradient_of_theirs(monkeypatch, nam
     with use(**{f"linear_{op}{end}": backend for op in LINEAR_LOSSES for end in ("", "_vjp")}):
         (dx,) = torch.autograd.grad(LOSSES[name](x, weight, target, bias).sum(), x)
     assert dx.isfinite().all() and not dx[2].any()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_features_in_double_with_a_shorter_weight(weight_dtype):
+    """The weight's gradient adds up in fp32: on a GPU a product of doubles is not written so by one call."""
+    chance = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 32, generator=chance, dtype=torch.float64).to(DEVICE).requires_grad_()
+    weight = (torch.randn(48, 32, generator=chance) / 8).to(DEVICE, weight_dtype).requires_grad_()
+    target = torch.randint(48, (40,), generator=chance).to(DEVICE)
+    with use(linear_cross_entropy="chunked"):
+        grads = torch.autograd.grad(ops.linear_cross_entropy(x, weight, target, chunk_tokens=16), (x, weight))
+    wanted = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ weight.double().t(), target), (x, weight))
+    torch.testing.assert_close(grads[0], wanted[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(grads[1], wanted[1], rtol=1e-2, atol=1e-5)

@@ -310,7 +310,7 @@ def test_shares_of_a_tile_are_put_together_in_one_order(heads, kv_heads, tokens,
     args = q, k, v, ops.Mask(causal=causal)
     attend = functools.partial(ops.attention, *args)
     with use(attention="hopper"):
-        assert "equal shares" in explain("attention", *args).note
+        assert "equal runs" in explain("attention", *args).note
         wanted, found = attend(), _repeated(attend)
     for out, lse in found:
         assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])

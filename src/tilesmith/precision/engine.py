@@ -170,16 +170,16 @@ class FP8TrainingEngine:
 
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide gradients by the loss's factor; whether one is not finite anywhere."""
-        local = [getattr(g, "_local_tensor", g) for g in grads]
         by_kind: dict[tuple, list[Tensor]] = {}
-        for grad in local:
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        for grad in (getattr(g, "_local_tensor", g) for g in grads):
+            if grad.numel():
+                by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         flags = []
-        for (device, _), group in by_kind.items():
-            found = torch.zeros(1, device=device)
-            factor = torch.full((1,), 1.0 / self.loss_scale, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
-            flags.append(found)
+        for group in by_kind.values():  # GradScaler's own function takes no bf16 on a GPU
+            largest = torch.stack(torch._foreach_norm(group, float("inf")))
+            flags.append((~largest.isfinite()).any().float()[None])
+            if self.loss_scale != 1.0:
+                torch._foreach_mul_(group, 1.0 / self.loss_scale)
         if dist.is_available() and dist.is_initialized():
             device = flags[0].device if flags else _device_of(self.model)
             total = torch.stack([flag.to(device) for flag in flags]).amax(0) if flags else torch.zeros(1, device=device)

@@ -399,10 +399,10 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor, classe
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """out = a @ b, or out += a @ b, rounded once to out's dtype where the device's library can."""
+    """out = a @ b, or out += a @ b, rounded once to out's dtype where the device's library can (16 bits to fp32)."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=0 if first else 1, out=out)
-    elif a.device.type == "cuda" and torch.version.hip is None and out.dtype == torch.float32:
+    elif a.device.type == "cuda" and torch.version.hip is None and (a.dtype.itemsize, out.dtype) == (2, torch.float32):
         if first:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
