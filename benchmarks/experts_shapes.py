@@ -39,6 +39,7 @@ BF16 = (torch.bfloat16,)
 GROUPS = ("three", "options", "two", "few")
 HOPPER = {n: {"experts": f"hopper:consumers={n}", "experts_vjp": f"hopper:rows_consumers={n}"} for n in (2, 3)}
 TILES = ("8192x2048_e512_i512_k10", "8192x2048_e128_i768_k8", "8192x2048_e64_i1408_k6")
+UP = (2, 512, 1), (2, 512, 2), (4, 256, 1), (4, 256, 2), (4, 512, 1), (4, 512, 2), (4, 512, 3), (8, 256, 2), (8, 512, 1)
 DECODE = {"E128 K8": (2048, 768, 128, 8), "E32 K4": (2880, 2880, 32, 4)}
 
 
@@ -198,10 +199,11 @@ def decoding(args: tuple[Any, ...], device: str) -> dict[str, Callable[[], objec
             return ops.experts(*args)
 
     source = gate_up[: readable(args)]
-    variants = {
-        f"block_n {n}, direct_n {each}": served(given._replace(block_n=n, direct_n=each))
-        for n in (64, 128) for each in (0, 8, 16) if (n, each) != (given.block_n, given.direct_n)
-    }  # fmt: skip
+    variants = {f"block_n {n}": served(given._replace(block_n=n, up=None)) for n in (64, 128)}
+    variants |= {f"down {n}": served(given._replace(down=n and plan.Direct(n, 64, 4))) for n in (None, 8, 16)}
+    if given.up is not None:
+        for n, k, stages in UP:
+            variants[f"up {n} x {k}, {stages}"] = served(given._replace(up=plan.Direct(n, k, stages)))
     return {
         "op": op,
         "index": served(None),

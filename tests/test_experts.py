@@ -290,7 +290,9 @@ def test_a_taller_tile_is_chosen_only_by_more_than_the_model_may_be_off():
     assert plan.schedule.height({128: 1.0, 192: 1.2}, 0.1) == 128
 
 
-def few(tokens, top_k, experts=128, hidden=2048, inner=768, by_features=True, adapted=False, dtype=torch.bfloat16):
+def few(
+    tokens, top_k, experts=128, hidden=2048, inner=768, by_features=(True, True), adapted=False, dtype=torch.bfloat16
+):
     sizes = plan.dims(tokens * top_k, experts, hidden, inner)
     return plan.few(sizes, top_k, arch_named("sm90"), dtype, adapted, by_features)
 
@@ -303,11 +305,14 @@ def test_few_pairs_are_served_without_an_index():
         for top_k, experts, hidden, inner in ((8, 128, 2048, 768), (4, 32, 2880, 2880)):
             config = few(tokens, top_k, experts, hidden, inner)
             assert 2 * config.num_stages * config.block_k * (16 + config.block_n) <= 232_448
-            direct = config.direct_n * config.direct_k * (1 << (top_k - 1).bit_length())
-            assert 2 * config.direct_stages * direct <= 232_448 // 2 and direct <= 64 * 128  # sums a thread keeps
-    assert few(1, 8).direct_n and few(16, 8).direct_n
-    assert not few(16, 4, 32, 2880, 2880).direct_n  # tokens share experts: their weights are read together
-    assert not few(1, 8, by_features=False).direct_n
+            for tile, rows in ((config.up, 2), (config.down, 1 << (top_k - 1).bit_length())):
+                direct = 0 if tile is None else rows * tile.block_n * tile.block_k
+                assert direct <= 64 * 128, "sums that a thread keeps"
+                assert not direct or 2 * tile.num_stages * direct <= 232_448 // 2
+    assert few(1, 8).down and few(16, 8).down
+    assert not few(16, 4, 32, 2880, 2880).down  # tokens share experts: their weights are read together
+    assert few(1, 8).up and few(1, 4, 32, 2880, 2880).up and not few(2, 8).up
+    assert not few(1, 8, by_features=(True, False)).down and not few(1, 8, by_features=(False, True)).up
 
 
 @pytest.mark.usefixtures("needs_triton")

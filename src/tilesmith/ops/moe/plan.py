@@ -38,18 +38,26 @@ class BackwardConfig(NamedTuple):
     num_stages: int
 
 
+class Direct(NamedTuple):
+    """block_n: columns of a tile of a product without tensor cores; block_k: features of a step; num_stages: steps in
+    flight."""
+
+    block_n: int
+    block_k: int
+    num_stages: int
+
+
 class FewConfig(NamedTuple):
     """block_n, down_n: columns of a tile of gate and up, and of down; block_k: features of a step of both; num_stages:
-    steps in flight. direct_n: where not 0, one program makes so many columns of down for all experts of a token, in
-    steps of direct_k features, direct_stages in flight."""
+    steps in flight. up: where one program makes columns of gate and up for one pair. down: where one makes columns of
+    down for all experts of a token."""
 
     block_n: int
     down_n: int
     block_k: int
     num_stages: int
-    direct_n: int
-    direct_k: int
-    direct_stages: int
+    up: Direct | None = None
+    down: Direct | None = None
 
 
 class HopperConfig(NamedTuple):
@@ -82,6 +90,7 @@ FEW = 128  # pairs up to which one program compares all with all: decoding waits
 FEW_COLS = (
     128  # columns of gate and up of a program; 32 and 64 take 3 to 19 % longer on an H200, with 1, 4 or 16 tokens
 )
+UP = Direct(4, 512, 2)  # of gate and up of one token
 FEW_INTERPRETED = 32  # the same in Triton's interpreter, so that its small cases run both forms
 MOST_TOGETHER = 16  # experts of a token whose columns one program sums
 LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
@@ -140,27 +149,30 @@ def _stages(block_m: int, block_n: int, block_k: int, most: int, arch: Any) -> i
 
 
 def few(
-    sizes: Mapping[str, int], top_k: int, arch: Any, dtype: Any, adapted: bool, by_features: bool
+    sizes: Mapping[str, int], top_k: int, arch: Any, dtype: Any, adapted: bool, by_features: tuple[bool, bool]
 ) -> FewConfig | None:
-    """The configuration of kernels for few pairs, which need no index; None where they do not serve. by_features: the
-    weight of down has neighbouring features."""
+    """The configuration of kernels for few pairs, which need no index; None where they do not serve. by_features:
+    whether the weight of gate and up, and that of down, have neighbouring features."""
     pairs, experts = sizes["pairs"], sizes["experts"]
     most = FEW_INTERPRETED if arch.kind == "cpu" else FEW
     if adapted or not 0 < pairs <= min(most, 16 * experts) or top_k > MOST_TOGETHER:
         return None
     if arch.kind == "cpu":
-        return FewConfig(32, 32, 32, 2, 8 if by_features else 0, 32, 2)
+        up, down = (Direct(8, 32, 2) if direct else None for direct in by_features)
+        return FewConfig(32, 32, 32, 2, up, down)
     if dtype.itemsize > 2:
         return None
     rates = schedule.Rates(sms=arch.sms or schedule.Rates().sms)
-    distinct = schedule.distinct(pairs // top_k, top_k, experts)
-    tokens, direct_n = pairs // top_k, 0
-    if by_features and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], rates):
-        direct_n = 16 if top_k <= 8 and tokens * -(-sizes["hidden"] // 16) >= 2 * rates.sms else 8
+    tokens = pairs // top_k
+    distinct, up, down = schedule.distinct(tokens, top_k, experts), None, None
+    if by_features[0] and tokens == 1:  # no two pairs share an expert
+        up = UP
+    if by_features[1] and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], rates):
+        wide = top_k <= 8 and tokens * -(-sizes["hidden"] // 16) >= 2 * rates.sms
+        down = Direct(16, 64, 4) if wide else Direct(8, 64, 5)
     if arch.kind != "cuda":
-        return FewConfig(FEW_COLS, 64, 64, 2, direct_n, 64, 2)
-    direct_stages = 4 if direct_n == 16 else 5
-    return FewConfig(FEW_COLS, 64, 128, _stages(16, FEW_COLS, 128, 5, arch), direct_n, 64, direct_stages)
+        return FewConfig(FEW_COLS, 64, 64, 2, up, down and down._replace(num_stages=2))
+    return FewConfig(FEW_COLS, 64, 128, _stages(16, FEW_COLS, 128, 5, arch), up, down)
 
 
 def hopper_times(sizes: Mapping[str, int], arch: Any, backward: bool = False) -> dict[int, float]:

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.device.rows import dense, rows
+from tilesmith.device.triton.activations import activate
 from tilesmith.engine import cdiv, launch, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import steps
 from tilesmith.ops.moe.index import _expert
-from tilesmith.ops.moe.kernels import _columns, product, store_activation
+from tilesmith.ops.moe.kernels import _columns, _gate, product, store_activation
 from tilesmith.ops.moe.plan import FewConfig
 
 
@@ -77,6 +78,74 @@ def few_gate_up_kernel(
         acc, bias_ptr, pre_ptr, out_ptr, expert, row, members, inside, col, there, first, inner,
         limit, alpha, up_offset, ACTIVATION, GATED, INTERLEAVED, HAS_BIAS, HAS_LIMIT, KEEPS_PRE, BLOCK_M, WIDE,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def few_up_kernel(
+    x_ptr, weight_ptr, bias_ptr, pre_ptr, out_ptr, indices_ptr,
+    pairs, experts, top_k, hidden, inner, x_row, weight_expert, weight_row, limit, alpha, up_offset,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, KEEPS_PRE: tl.constexpr, EVEN: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """As `few_gate_up_kernel`, for weights with neighbouring features: one program has BLOCK_N columns of one pair and
+    multiplies without tensor cores. Pairs come first: those that share an expert read it together."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+    pair, first = tl.program_id(0) % pairs, tl.program_id(0) // pairs * BLOCK_N
+    expert = _expert(indices_ptr, pair, pairs, experts)
+    n, n_step, up_step = inner, 1, inner
+    if GATED:
+        n = 2 * inner
+    if GATED and INTERLEAVED:
+        n_step, up_step = 2, 1
+    col, k = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    there = col < inner
+    if KEEPS_PRE:
+        at = tl.arange(0, PAIRS)
+        others = tl.where(at < pairs, _expert(indices_ptr, at, pairs, experts), experts + 1)
+        before = (others < expert) | ((others == expert) & (at < pair))
+        pre_tile = pre_ptr + tl.sum(before.to(tl.int32), 0).to(tl.int64) * n + col * n_step
+    if expert == experts:
+        if KEEPS_PRE:
+            zeros = tl.zeros((BLOCK_N,), pre_ptr.dtype.element_ty)
+            tl.store(pre_tile, zeros, mask=there)
+            if GATED:
+                tl.store(pre_tile + up_step, zeros, mask=there)
+        return
+    b_tile = (
+        weight_ptr + expert.to(tl.int64) * weight_expert
+        + (col * n_step).to(tl.int64)[:, None] * weight_row + k[None, :]
+    )  # fmt: skip
+    a_tile, up_step_rows = x_ptr + (pair // top_k).to(tl.int64) * x_row + k, tl.cast(up_step, tl.int64) * weight_row
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
+        inside = k < BLOCK_K if EVEN else k < hidden - start
+        a = tl.load(a_tile + start, mask=inside, other=0.0).to(tl.float32)[None, :]
+        both = there[:, None] & inside[None, :]
+        gate += tl.load(b_tile + start, mask=both, other=0.0).to(tl.float32) * a
+        if GATED:
+            up += tl.load(b_tile + up_step_rows + start, mask=both, other=0.0).to(tl.float32) * a
+    z = tl.sum(gate, 1)
+    if HAS_BIAS:
+        bias_tile = bias_ptr + expert.to(tl.int64) * n + col * n_step
+        z += tl.load(bias_tile, mask=there, other=0.0).to(tl.float32)
+    z = z.to(out_ptr.dtype.element_ty)
+    if KEEPS_PRE:
+        tl.store(pre_tile, z, mask=there)
+    if GATED:
+        u = tl.sum(up, 1)
+        if HAS_BIAS:
+            u += tl.load(bias_tile + up_step, mask=there, other=0.0).to(tl.float32)
+        u = u.to(out_ptr.dtype.element_ty)
+        if KEEPS_PRE:
+            tl.store(pre_tile + up_step, u, mask=there)
+        out, _, _ = _gate(z.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
+    else:
+        out, _ = activate(z.to(tl.float32), ACTIVATION)
+    place = out_ptr + pair.to(tl.int64) * inner + col
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -180,21 +249,31 @@ def few_experts(call: Any, config: FewConfig, hidden: bool) -> tuple[Tensor, Ten
     pdl = {"launch_pdl": True} if chained else {}
     options = {"num_warps": 4, "num_stages": config.num_stages}
     sized = {"BLOCK_M": 16, "BLOCK_K": config.block_k, "PAIRS": max(16, next_power_of_2(pairs))}
-    wide = config.block_n // 2 if flags["GATED"] else config.block_n
-    launch(
-        few_gate_up_kernel, (pairs * cdiv(inner, wide),),
-        x, gate_up, dense(call.gate_up_bias), pre, activated, indices, pairs, count, top_k, outputs, inner, x.stride(0),
-        *gate_up.stride(), *steps.numbers(call), HAS_BIAS=call.gate_up_bias is not None, KEEPS_PRE=hidden,
-        EVEN=outputs % config.block_k == 0, CHAINED=chained, BLOCK_N=config.block_n, **flags, **sized, **options,
-    )  # fmt: skip
-    bias, scales = dense(call.down_bias), call.weights.contiguous()
-    if config.direct_n:
-        out, tokens = x.new_empty(call.x.shape), pairs // top_k
+    given = x, gate_up, dense(call.gate_up_bias), pre, activated, indices, pairs, count, top_k, outputs, inner
+    flags |= {"HAS_BIAS": call.gate_up_bias is not None, "KEEPS_PRE": hidden, "CHAINED": chained}
+    if config.up is not None:
+        tile = config.up
         launch(
-            few_down_kernel, (tokens * cdiv(outputs, config.direct_n),),
+            few_up_kernel, (pairs * cdiv(inner, tile.block_n),),
+            *given, x.stride(0), *gate_up.stride()[:2], *steps.numbers(call), EVEN=outputs % tile.block_k == 0,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, PAIRS=sized["PAIRS"], **flags,
+            num_warps=4,
+        )  # fmt: skip
+    else:
+        wide = config.block_n // 2 if flags["GATED"] else config.block_n
+        launch(
+            few_gate_up_kernel, (pairs * cdiv(inner, wide),),
+            *given, x.stride(0), *gate_up.stride(), *steps.numbers(call), EVEN=outputs % config.block_k == 0,
+            BLOCK_N=config.block_n, **flags, **sized, **options,
+        )  # fmt: skip
+    bias, scales = dense(call.down_bias), call.weights.contiguous()
+    if config.down is not None:
+        out, tokens, tile = x.new_empty(call.x.shape), pairs // top_k, config.down
+        launch(
+            few_down_kernel, (tokens * cdiv(outputs, tile.block_n),),
             activated, down, bias, indices, scales, out, tokens, count, top_k, inner, outputs, *down.stride(),
-            HAS_BIAS=bias is not None, CHAINED=chained, TOP_K=next_power_of_2(top_k), BLOCK_N=config.direct_n,
-            BLOCK_K=config.direct_k, STAGES=config.direct_stages, AHEAD=4, num_warps=4, **pdl,
+            HAS_BIAS=bias is not None, CHAINED=chained, TOP_K=next_power_of_2(top_k), BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k, STAGES=tile.num_stages, AHEAD=4, num_warps=4, **pdl,
         )  # fmt: skip
         return out, pre
     each = x.new_empty((pairs, outputs))

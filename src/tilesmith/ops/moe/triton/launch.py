@@ -46,18 +46,22 @@ def _tells(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any, c
 def _few(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, adapted: bool) -> FewConfig | None:
     """The configuration of the kernels for few pairs, where they serve the call."""
     sizes, top_k, arch = _dims(x, gate_up, down, indices), indices.shape[-1], arch_of(x.device)
-    return plan.few(sizes, top_k, arch, x.dtype, adapted, by_features=down.stride(2) == 1)
+    return plan.few(sizes, top_k, arch, x.dtype, adapted, (gate_up.stride(2) == 1, down.stride(2) == 1))
 
 
 def _tells_forward(*args: Any, config: Any) -> list[str]:
     few, pairs = _few(*args[:4], adapted=any(a is not None for a in args[12:16])), args[3].numel()
     if few is None:
         return _tells(*args, config=config)
-    if few.direct_n:
-        how = f"down and the sum over k are one launch: a program has {few.direct_n} columns of all experts of a token"
+    if few.down is not None:
+        how = f"down and the sum over k are one launch: a program has {few.down.block_n} columns of a token's experts"
     else:
         how = "down and the sum over k are two launches: pairs of one expert read its weights together"
-    return [f"{pairs} pairs need no index: a program of gate and up finds its rows by comparing all pairs", how]
+    if few.up is not None:
+        rows_ = f"{pairs} pairs need no index: a program of gate and up has {few.up.block_n} columns of one pair"
+    else:
+        rows_ = f"{pairs} pairs need no index: a program of gate and up finds its rows by comparing all pairs"
+    return [rows_, how]
 
 
 @register_kernel("experts", backend="triton", rank=20, rejects=steps.reasons, tells=_tells_forward)
