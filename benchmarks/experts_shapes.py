@@ -184,7 +184,7 @@ def decoding(args: tuple[Any, ...], device: str) -> dict[str, Callable[[], objec
     x, gate_up, down, indices = args[:4]
     sizes = plan.dims(indices.numel(), len(gate_up), x.shape[-1], down.shape[2])
     top_k, arch = indices.shape[-1], arch_of(x.device)
-    given = plan.few(sizes, top_k, arch, x.dtype, False, True)
+    given = plan.few(sizes, top_k, arch, x.dtype, False, (True, True))
     launcher = launch.experts.__wrapped__
 
     def served(config: plan.FewConfig | None) -> Callable[[], object]:

@@ -311,6 +311,7 @@ def test_few_pairs_are_served_without_an_index():
                 assert not direct or 2 * tile.num_stages * direct <= 232_448 // 2
     assert few(1, 8).down and few(16, 8).down
     assert not few(16, 4, 32, 2880, 2880).down  # tokens share experts: their weights are read together
+    assert few(4, 4, 32, 2880, 2880).down and not few(1, 4, 32, 2880, 2880).down  # 45 steps take longer than one expert
     assert few(1, 8).up and few(1, 4, 32, 2880, 2880).up and not few(2, 8).up
     assert not few(1, 8, by_features=(True, False)).down and not few(1, 8, by_features=(False, True)).up
 

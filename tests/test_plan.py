@@ -25,6 +25,7 @@ from tilesmith.ops.attn import schedule
 from tilesmith.ops.attn.op import attention_op, attention_vjp
 from tilesmith.ops.attn.plan import Shape
 from tilesmith.ops.attn.plan.configs import HopperConfig, HopperVjpConfig
+from tilesmith.ops.attn.plan.decode import scattered, unit_count, unit_heads
 from tilesmith.ops.attn.plan.hopper_backward import kv_heads_together, list_parts, rings
 from tilesmith.ops.attn.plan.hopper_bands import WORKSPACE, bands, extent, workspace
 from tilesmith.ops.attn.plan.hopper_forward import divided, hopper_forward
@@ -597,3 +598,27 @@ def test_the_time_of_many_tiles_is_that_of_the_few_prolonged():
         assert few < many * 1.01 and many < 1.1 * few
     times = [schedule.tiles_time([4, 2, 1], n, 132, 10.0, 2.0, 1.0) for n in range(1, 400)]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 16, 64, 500])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 20, 48, 64, 71])
+def test_squares_of_a_split_hold_every_row(group, tokens):
+    heads, squares = unit_heads(group, tokens), unit_count(group, tokens)
+    assert group % heads == 0 and 64 * squares >= group * tokens
+    assert squares == (group // heads) * -(-tokens // (64 // heads))
+    assert scattered(group, tokens) == (squares > 2 * -(-group * tokens // 64))
+    if group & (group - 1) == 0 or tokens >= 64:
+        assert not scattered(group, tokens)
+
+
+@pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "name"),
+    [(71, 1, 1, "triton_split"), (28, 4, 16, "triton_split"), (64, 1, 1, "hopper_split"), (32, 4, 16, "hopper_split")],
+)
+def test_rows_that_squares_would_scatter_are_packed(heads, kv_heads, tokens, name):
+    """Falcon's 71 heads on one would be 71 squares of a row each; 7 heads of a group with 16 tokens, 7 of 16 rows."""
+    q = torch.empty(9, heads, tokens, 64, dtype=torch.bfloat16)
+    k, v = torch.empty(2, 9, kv_heads, 16_384, 64, dtype=torch.bfloat16)
+    told = str(tilesmith.explain("attention", q, k, v, Mask(causal=True), arch="sm90"))
+    assert f"-> {name}" in told and ("would be more than half empty" in told) == (name == "triton_split")

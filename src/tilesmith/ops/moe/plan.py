@@ -90,7 +90,8 @@ FEW = 128  # pairs up to which one program compares all with all: decoding waits
 FEW_COLS = (
     128  # columns of gate and up of a program; 32 and 64 take 3 to 19 % longer on an H200, with 1, 4 or 16 tokens
 )
-UP = Direct(4, 512, 2)  # of gate and up of one token
+UP = Direct(4, 512, 3)  # of gate and up of one token
+DOWN_STEP = 64  # features of a step of down of all experts of a token
 FEW_INTERPRETED = 32  # the same in Triton's interpreter, so that its small cases run both forms
 MOST_TOGETHER = 16  # experts of a token whose columns one program sums
 LARGEST_SHARED_MEMORY = 232_448  # of a CTA of compute capability 9.0
@@ -167,9 +168,10 @@ def few(
     distinct, up, down = schedule.distinct(tokens, top_k, experts), None, None
     if by_features[0] and tokens == 1:  # no two pairs share an expert
         up = UP
-    if by_features[1] and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], rates):
+    steps = -(-sizes["inner"] // DOWN_STEP)
+    if by_features[1] and schedule.together(pairs, distinct, sizes["hidden"], sizes["inner"], steps, rates):
         wide = top_k <= 8 and tokens * -(-sizes["hidden"] // 16) >= 2 * rates.sms
-        down = Direct(16, 64, 4) if wide else Direct(8, 64, 5)
+        down = Direct(16, DOWN_STEP, 4) if wide else Direct(8, DOWN_STEP, 5)
     if arch.kind != "cuda":
         return FewConfig(FEW_COLS, 64, 64, 2, up, down and down._replace(num_stages=2))
     return FewConfig(FEW_COLS, 64, 128, _stages(16, FEW_COLS, 128, 5, arch), up, down)

@@ -19,7 +19,7 @@ PLACES = tuple(NormalDist().inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTI
 class Rates(NamedTuple):
     """sms: multiprocessors; flops, l2: FLOP/s of WGMMA and bytes/s of loads that one of them reaches; memory: bytes/s
     of the device; store: seconds of a tile's epilogue that no product hides; launch: seconds of a launch that waits for
-    the one before.
+    the one before; step: seconds of a step of a program that sums without tensor cores.
 
     The defaults follow from the products of 65,536 pairs of 128 experts on an H200 (docs/log/experts.md)."""
 
@@ -29,6 +29,7 @@ class Rates(NamedTuple):
     memory: float = 4.2e12
     store: float = 1e-6
     launch: float = 4e-6
+    step: float = 0.8e-6
 
 
 class Product(NamedTuple):
@@ -94,9 +95,10 @@ def distinct(tokens: int, top_k: int, experts: int) -> float:
     return experts * (1 - (1 - min(1.0, top_k / max(1, experts))) ** tokens)
 
 
-def together(pairs: int, experts: float, hidden: int, inner: int, rates: Rates) -> bool:
-    """Whether down takes less time with one program for all experts of a token, which reads an expert once for each
-    pair, from L2 but for the first, than with one for all pairs of an expert, whose sum over k is one more launch."""
+def together(pairs: int, experts: float, hidden: int, inner: int, steps: int, rates: Rates) -> bool:
+    """Whether down takes less time with one program for all experts of a token, which walks over the features in so
+    many steps and reads an expert once for each pair, from L2 but for the first, than with one for all pairs of an
+    expert, whose sum over k is one more launch."""
     weight = 2 * hidden * inner
     once = experts * weight / rates.memory
-    return max(once, pairs * weight / (rates.l2 * rates.sms)) <= once + rates.launch
+    return max(once, pairs * weight / (rates.l2 * rates.sms), steps * rates.step) <= once + rates.launch

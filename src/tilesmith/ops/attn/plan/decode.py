@@ -73,6 +73,19 @@ def unit_heads(group: int, tokens: int) -> int:
     return max(1, min(heads, 64 // min(64, next_power_of_2(tokens))))
 
 
+def unit_count(group: int, tokens: int) -> int:
+    """How many squares of 64 rows (`unit_heads`) the queries of a kv head are."""
+    heads = unit_heads(group, tokens)
+    return cdiv(tokens, 64 // heads) * (group // heads)
+
+
+def scattered(group: int, tokens: int) -> bool:
+    """Whether the queries of a kv head lie in more than twice as many squares of 64 rows as they would fill: those of
+    few tokens and a group of heads without a large power of 2. Each square reads all keys and multiplies 64 rows, where
+    Triton's kernel, whose products are about half as fast, packs rows of any heads."""
+    return unit_count(group, tokens) > 2 * cdiv(group * tokens, 64)
+
+
 @lru_cache(maxsize=1024)
 def hopper_split(s: Shape, arch: Any, config: SplitKvConfig) -> Plan:
     """One pass over the keys in as many splits as fill the device, and a second one that combines them."""
@@ -140,9 +153,8 @@ def hopper_latent(s: Shape, arch: Any, config: LatentConfig) -> Plan:
     that combines them."""
     if s.rows * s.tokens * s.keys == 0:
         return Plan("attention", "hopper_latent", reasons=(NO_KEYS,))
-    heads = unit_heads(s.group, s.tokens)
+    heads, tiles = unit_heads(s.group, s.tokens), unit_count(s.group, s.tokens)
     unit_tokens, kv_rows = 64 // heads, s.batch * s.kv_heads
-    tiles = cdiv(s.tokens, unit_tokens) * (s.group // heads)
     block_d, rest, _ = key_tiles(s.dim, s.value_dim, True)
     splits = config.splits or splits_of(
         kv_rows * tiles, cdiv(s.keys, config.block_n), max(1, arch.sms),
