@@ -219,6 +219,8 @@ def batch(family: Family, config: Any) -> dict[str, torch.Tensor]:
 def tiny(family: Family) -> Family:
     """The family at sizes for a CPU."""
     sizes = {name: TINY.get(name, size) for name, size in family.sizes.items()}
+    if family.sizes.get("num_key_value_heads") == family.sizes.get("num_attention_heads", 0):  # latent attention
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return dataclasses.replace(family, batch=2, tokens=32, sizes=sizes)
 
 
