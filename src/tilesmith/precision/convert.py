@@ -159,8 +159,21 @@ def _choose_experts(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.M
             continue
         chosen[fqn] = module
         told = emulation_of_experts(module.down_proj.device) or "tokens by rows, weights by experts, in any recipe"
+        told += _told_of_adapters(model, fqn)
         rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("experts_fp8",), told))
     return chosen, rows
+
+
+def _told_of_adapters(model: nn.Module, fqn: str) -> str:
+    """What to say of experts within PEFT's wrappers that `optimize` serves; "" of others."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        holder = model.get_submodule(fqn)
+        if not isinstance(getattr(holder, "parameter_name", None), str):
+            return ""
+        if original_class(type(holder)) is not type(holder):
+            return "; with adapters optimize computes them in the weights' dtype, where a kernel serves the device"
+    return ""
 
 
 def _reason_of_experts(module: nn.Module, config: FP8Config) -> str | None:
