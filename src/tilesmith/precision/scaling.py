@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilesmith.ops.quant.reference import GREATEST
+from tilesmith.precision.weight_casts import CastsWeights
 
 # A value of earlier steps that is this many times both the newest and the median of a history is left out of the bound:
 # by a bound so far above it, a tensor would lose its smaller numbers. E5M2 has as much more range.
@@ -54,13 +55,6 @@ class Scaling(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.format}, {'known' if self.warm else 'not known yet'}"
-
-
-class CastsWeights(nn.Module):
-    """A module that keeps casts of weights, which `refresh` makes anew."""
-
-    def refresh(self) -> None:
-        raise NotImplementedError
 
 
 def roll(*roots: nn.Module) -> None:
@@ -113,8 +107,9 @@ def _median(history: Tensor) -> Tensor:
 
 
 def refresh_fp8(model: nn.Module) -> None:
-    """Cast the weights of a converted model anew. Needed only in training mode, after weights were changed by other
-    means than an optimizer's step, `load_state_dict` or, but under torch.compile, a write that PyTorch counts."""
+    """Cast the weights of a converted model anew. Needed where casts are kept (training mode, and eval mode with
+    `cache_weights_in_eval`), after weights were changed by other means than an optimizer's step, `load_state_dict` or,
+    but under torch.compile, a write that PyTorch counts."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"refresh_fp8: model must be a torch.nn.Module, got {type(model).__name__}; give the model that "
