@@ -126,6 +126,16 @@ def test_a_compiled_models_state_is_that_of_the_model():
     assert _same(compiled.state_dict(), engine.state_dict())
 
 
+def test_a_state_of_tensors_without_data():
+    """Tools that measure memory load checkpoints of FakeTensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        engine = FP8TrainingEngine(nn.Sequential(nn.Linear(64, 64)), FP8Config(**SMALL))
+        engine.setup_fp8_training()
+        engine.load_state_dict(engine.state_dict())
+
+
 def _without(state, *path):
     *way, last = path
     for key in way:
