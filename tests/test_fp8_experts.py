@@ -273,3 +273,64 @@ def test_models_of_transformers(family):
     revert_model_from_fp8(model)
     tilesmith.undo(model)
     torch.testing.assert_close(model(**inputs).loss, plain)
+
+
+def _adapted(model):
+    """PEFT's adapters on the stacked weights, which add something to them."""
+    peft = pytest.importorskip("peft")
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=4, target_modules=[], target_parameters=names))
+    generator = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.copy_(0.05 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("order", ["convert, adapt", "adapt, convert"])
+def test_adapters_on_stacked_weights_train_in_8_bits(order, monkeypatch):
+    pytest.importorskip("transformers")
+    from optimize_models import batch, build
+
+    experts_alone = FP8Config(module_filter_fn=lambda module, name: False, **SMALL)
+    plain, inputs = _adapted(build("qwen3_moe")), batch("qwen3_moe")
+    model = tilesmith.optimize(build("qwen3_moe"), only="experts")
+    for step in order.split(", "):
+        model = _adapted(model) if step == "adapt" else convert_model_to_fp8(model, experts_alone)
+    calls, genuine = [], FP8Experts.forward
+    monkeypatch.setattr(FP8Experts, "forward", lambda self, *given: calls.append(self) or genuine(self, *given))
+    found = {}
+    for each in (plain, model):
+        out = each(**inputs)
+        out.loss.backward()
+        grads = {name: p.grad for name, p in each.named_parameters() if p.requires_grad}
+        found[each] = {"logits": out.logits.detach(), **grads}
+    assert len(calls) == sum(isinstance(m, FP8Experts) for m in model.modules()) > 0
+    assert found[model].keys() == found[plain].keys()
+    for name, value in found[model].items():
+        assert _distance(value, found[plain][name]) < 3 * HALF, name
+    model.eval()
+    with torch.no_grad():
+        before = model(**inputs).logits
+        model.merge_adapter()
+        torch.testing.assert_close(model(**inputs).logits, before)
+        with model.disable_adapter():
+            assert _distance(model(**inputs).logits, before) > 0
+
+
+def test_adapters_that_optimize_serves_are_not_in_8_bits_and_the_report_says_so(monkeypatch):
+    pytest.importorskip("transformers")
+    from optimize_models import batch, build
+
+    plain, inputs = _adapted(build("qwen3_moe")), batch("qwen3_moe")
+    model = convert_model_to_fp8(
+        tilesmith.optimize(copy.deepcopy(plain), only="experts"),
+        FP8Config(module_filter_fn=lambda module, name: False, **SMALL),
+    )
+    told = [row.reason for row in model.fp8_report.rows if row.ops == ("experts_fp8",)]
+    assert told and all("with adapters optimize computes them in the weights' dtype" in reason for reason in told)
+    monkeypatch.setattr(FP8Experts, "forward", lambda *given: 1 / 0)
+    with tilesmith.use(experts="reference"):  # a kernel that serves this device
+        torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss)
+        with model.disable_adapter(), pytest.raises(ZeroDivisionError):
+            model(**inputs)

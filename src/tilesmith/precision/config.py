@@ -47,13 +47,16 @@ class FP8Config:
     min_features, min_tokens: layers that are narrower, and calls of fewer rows, are computed as before.
     fuse: norms and gated MLPs that tilesmith computes (`optimize`, `tilesmith.nn`) cast what they make (delayed only).
     cache_weights: in training mode weights are cast once a step of the optimizer, for two bytes a parameter; else at
-      each use. Never those that FSDP shards.
+      each use, as in eval mode (see cache_weights_in_eval). Never those that FSDP shards.
     loss_scale, loss_scale_growth_interval: the factor of the loss at first and at most; it is halved after a step that
       was skipped, and doubled after so many that were not.
     convert_experts: stacked experts that the library computes (`optimize`, `tilesmith.nn`) are converted too: in any
       recipe E4M3 with a scale for each row of tokens and of gradients and one for each expert's weight, whose gradient
       is a product in the inputs' dtype by "rowwise", else of 8-bit numbers. module_filter_fn is not asked about them;
       min_features is compared with the sides of gate_up_proj.
+    cache_weights_in_eval: casts are kept in eval mode too (with cache_weights), until PyTorch counts a write into the
+      weight, `load_state_dict`, a move or a switch of the mode. A write through `.data` in eval mode leaves no trace:
+      call `refresh_fp8` after PEFT merged adapters, or averages of weights were swapped in.
     """
 
     recipe: str = "delayed"
@@ -68,6 +71,7 @@ class FP8Config:
     loss_scale: float = 1.0
     loss_scale_growth_interval: int = 1000
     convert_experts: bool = True
+    cache_weights_in_eval: bool = False
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -99,7 +103,7 @@ class FP8Config:
         number = isinstance(self.loss_scale, int | float) and not isinstance(self.loss_scale, bool)
         if not number or not 0 < self.loss_scale < float("inf"):
             raise ValueError(f"FP8Config: loss_scale must be a positive number, got {self.loss_scale!r}")
-        for name in ("fuse", "cache_weights", "convert_experts"):
+        for name in ("fuse", "cache_weights", "convert_experts", "cache_weights_in_eval"):
             flag("FP8Config", name, getattr(self, name))
         if self.module_filter_fn is not None and not callable(self.module_filter_fn):
             raise TypeError(f"FP8Config: module_filter_fn must be callable, got {self.module_filter_fn!r}")

@@ -159,8 +159,21 @@ def _choose_experts(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.M
             continue
         chosen[fqn] = module
         told = emulation_of_experts(module.down_proj.device) or "tokens by rows, weights by experts, in any recipe"
+        told += _told_of_adapters(model, fqn)
         rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("experts_fp8",), told))
     return chosen, rows
+
+
+def _told_of_adapters(model: nn.Module, fqn: str) -> str:
+    """What to say of experts within PEFT's wrappers that `optimize` serves; "" of others."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        holder = model.get_submodule(fqn)
+        if not isinstance(getattr(holder, "parameter_name", None), str):
+            return ""
+        if original_class(type(holder)) is not type(holder):
+            return "; with adapters optimize computes them in the weights' dtype, where a kernel serves the device"
+    return ""
 
 
 def _reason_of_experts(module: nn.Module, config: FP8Config) -> str | None:
@@ -253,12 +266,12 @@ def _fuse(model: nn.Module, config: FP8Config, relay: Relay) -> list[Row]:
     rows = []
     if config.recipe == "delayed":
         for fqn, norm in _feeding_norms(model):
-            norm.add_module(CHILD, FP8Norm(config, relay, norm.weight.device))
+            _attach(norm, FP8Norm(config, relay, norm.weight.device))
             rows.append(Row(fqn, type(norm).__name__, "fp8", "replaced", ("rms_norm_fp8",), "casts what it returns"))
     for fqn, module in model.named_modules():
         layers = _gated_layers(module)
         if layers is not None:
-            module.add_module(CHILD, FP8GatedMLP(config, layers))
+            _attach(module, FP8GatedMLP(config, layers))
             rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("swiglu_fp8",), "gate and up as one"))
     return rows
 
@@ -325,7 +338,7 @@ def _enter(
             object.__setattr__(layer, "__class__", FP8LinearLayer)
             layer.enter(config, relay)
         for module in stacks:
-            module.add_module(CHILD, FP8Experts(config, module, experts.activation_of(module)))
+            _attach(module, FP8Experts(config, module, experts.activation_of(module)))
         return _fuse(model, config, relay) if config.fuse and config.recipe in TENSORWISE else []
     except BaseException:
         _take_back(model, done)
@@ -333,6 +346,11 @@ def _enter(
             for form in reversed(had[layer]):
                 swap(layer, form)
         raise
+
+
+def _attach(module: nn.Module, child: nn.Module) -> None:
+    """Have `module` ask `child`, which is in its mode."""
+    module.add_module(CHILD, child.train(module.training))
 
 
 def _take_back(model: nn.Module, layers: list[nn.Module]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
+from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
 from tilesmith.precision.scaling import Scaling, follow, roll
 
 LEAST = 2.0**-16  # of the loss's first factor: batches that are not finite whatever it is must not bring it to 0
@@ -99,9 +100,7 @@ class FP8TrainingEngine:
         Raises RuntimeError before `setup_fp8_training` and between `unscale` and `optimizer_step`, ValueError where no
         loss can be made.
         """
-        self._check_ready()
-        if self._found:
-            raise RuntimeError("training_step: the gradients were divided by unscale; call optimizer_step first")
+        self._check_between_steps("training_step")
         if isinstance(inputs, dict):
             out = self.model(**inputs)
         else:
@@ -158,6 +157,48 @@ class FP8TrainingEngine:
             "scales": {name: s.bound.item() for name, s in scalings.items()},
             "amax_histories": {name: s.history.tolist() for name, s in scalings.items()},
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine and the scales of the model hold, to be saved beside the state dicts of model and optimizer.
+
+        loss_scale, float. steps, skipped, and good_steps, those since the last that was skipped: ints. scalings: of
+        each tensor that has a scale of its own, by name, a dictionary of format ("e4m3", "e5m2"), warm (whether its
+        bound is known) and float32 tensors, copies on the device of the scale: amax [1], bound [1], history
+        [amax_history_length], overflows [1], spikes [1]. Scales are those of this rank.
+
+        A run that loads all three goes on as if it had not been interrupted. `torch.load` takes it with
+        ``weights_only``. Gradients are no part of it: call it between steps.
+
+        Raises RuntimeError before `setup_fp8_training` and between `unscale` and `optimizer_step`.
+        """
+        self._check_between_steps("state_dict")
+        return {
+            "loss_scale": self.loss_scale,
+            "steps": self._steps,
+            "skipped": self._skipped,
+            "good_steps": self._good,
+            "scalings": state_of_scalings(self.model),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned, with tensors on any device. Model and optimizer load theirs by their own
+        methods, before or after.
+
+        Raises TypeError where `state_dict` is no dictionary. ValueError: it is not one of an engine, or of another
+        model or FP8Config; values are looked at where its tensors are on a CPU. RuntimeError before
+        `setup_fp8_training` and between `unscale` and `optimizer_step`. Nothing is changed then.
+        """
+        self._check_between_steps("load_state_dict")
+        check_state(self.model, state_dict)
+        load_scalings(self.model, state_dict["scalings"])
+        self.loss_scale = state_dict["loss_scale"]
+        self._steps, self._skipped = state_dict["steps"], state_dict["skipped"]
+        self._good = state_dict["good_steps"]
+
+    def _check_between_steps(self, method: str) -> None:
+        self._check_ready()
+        if self._found:
+            raise RuntimeError(f"{method}: the gradients were divided by unscale; call optimizer_step first")
 
     def _check_ready(self) -> None:
         if not self._ready:

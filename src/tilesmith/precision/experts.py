@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from tilesmith.nn import Experts
 from tilesmith.nn.norm import expect_casters
 from tilesmith.ops.moe.reference import GATED
 from tilesmith.precision.config import FP8Config
-from tilesmith.precision.linear import SERVED, copied, keeps, output_dtype, plain, stamp, trusted
+from tilesmith.precision.linear import SERVED, output_dtype, plain
 from tilesmith.precision.products import NAMES
-from tilesmith.precision.scaling import CastsWeights
+from tilesmith.precision.weight_casts import CastsWeights
 
 expect_casters()  # here, since a process that only unpickles a model comes this way too
 
@@ -47,20 +47,19 @@ class FP8Experts(CastsWeights):
         super().__init__()
         self.config, self.activation = config, activation
         object.__setattr__(self, "owner", owner)  # the module above is no child
-        self.cached: WeightCasts | None = None
-        self.kept: tuple | None = None
         self.refresh()
 
-    def refresh(self) -> None:
-        """Cast the weights, if casts are kept."""
-        self.cached = self.kept = None
-        weights = self._weights()
-        if self.config.cache_weights and all(map(keeps, weights)):
-            self.cached, self.kept = _cast(*weights), tuple(map(stamp, weights))
+    def weights(self) -> tuple[Tensor, Tensor]:
+        return self.owner.gate_up_proj, self.owner.down_proj
+
+    def cast(self, gate_up: Tensor, down: Tensor) -> WeightCasts:
+        """Weights of 32 bits are rounded to 16 first, as autocast does."""
+        halves = (w if w.element_size() == 2 else w.bfloat16() for w in (gate_up, down))
+        return WeightCasts(*(t for w in halves for t in ops.fp8_cast_experts(w)))
 
     def serves(self, x: Tensor) -> bool:
         """Whether a call is computed in 8 bits."""
-        gate_up, down = self._weights()
+        gate_up, down = self.weights()
         rows = x.numel() // max(1, x.shape[-1])
         one = x.dtype == gate_up.dtype or torch.is_autocast_enabled(x.device.type)
         return rows >= self.config.min_tokens and x.dtype in SERVED and one and all(map(plain, (x, gate_up, down)))
@@ -69,34 +68,14 @@ class FP8Experts(CastsWeights):
         """Σ_k weights[..., k] · expert indices[..., k] of x [..., C]."""
         return _Experts.apply(
             x,
-            *self._weights(),
+            *self.weights(),
             indices,
             weights,
             self.activation,
             output_dtype(x),
             self.config.recipe != "rowwise",
-            *self.weight_casts(),
+            *self.weight_cast(),
         )
-
-    def weight_casts(self) -> WeightCasts:
-        weights = self._weights()
-        if self.cached is not None and trusted(self, weights, self.kept):
-            return self.cached
-        return _cast(*weights)
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        return self.owner.gate_up_proj, self.owner.down_proj
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FP8Experts:
-        super()._apply(fn, recurse)
-        self.cached = self.kept = None  # until the next step: the weights may be moved after this
-        return self
-
-    def __deepcopy__(self, memo: dict) -> FP8Experts:
-        return copied(self, memo)
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "cached": None, "kept": None}
 
     def extra_repr(self) -> str:
         return f"{self.activation}, {FORMAT}"
@@ -133,13 +112,6 @@ class _Experts(torch.autograd.Function):
             d.to(dtype) if there else None for d, dtype, there in zip(made, dtypes, wanted)
         )
         return dx, dgate_up, ddown, None, dweights, *(None,) * 9
-
-
-def _cast(gate_up: Tensor, down: Tensor) -> WeightCasts:
-    """Weights of 32 bits are rounded to 16 first, as autocast does."""
-    with torch.no_grad():
-        halves = (w.detach() if w.element_size() == 2 else w.detach().bfloat16() for w in (gate_up, down))
-        return WeightCasts(*(t for w in halves for t in ops.fp8_cast_experts(w)))
 
 
 def activation_of(module: nn.Module) -> str | None:

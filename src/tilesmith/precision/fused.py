@@ -10,9 +10,10 @@ from tilesmith import ops
 from tilesmith.nn.norm import expect_casters
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
-from tilesmith.precision.linear import FP8LinearLayer, Relay, copied, keeps, output_dtype, plain, stamp, trusted
+from tilesmith.precision.linear import FP8LinearLayer, Relay, output_dtype, plain
 from tilesmith.precision.products import Bounds, Cast, Plan
-from tilesmith.precision.scaling import CastsWeights, Scaling
+from tilesmith.precision.scaling import Scaling
+from tilesmith.precision.weight_casts import CastsWeights
 
 expect_casters()  # here, since a process that only unpickles a model comes this way too
 
@@ -118,20 +119,21 @@ class FP8GatedMLP(CastsWeights):
         self.config = config
         self.plan = Plan(config.recipe, config.forward_format.value, config.backward_format.value)
         object.__setattr__(self, "layers", layers)  # they are children of the module above
-        self.cached = self.kept = None
         up.input_scaling, up.grad_scaling = gate.input_scaling, gate.grad_scaling
         gate.fused = up.fused = True
         gate.refresh()
         up.refresh()
         self.refresh()
 
-    def refresh(self) -> None:
-        self.cached = self.kept = None
-        gate, up, _ = self.layers
-        if self.config.cache_weights and keeps(gate.weight) and keeps(up.weight):
-            with torch.no_grad():
-                self.cached = products.cast_weights(gate.weight, up.weight, self.plan)
-                self.kept = stamp(gate.weight), stamp(up.weight)
+    def weights(self) -> tuple[Tensor, Tensor]:
+        return self.layers[0].weight, self.layers[1].weight
+
+    def cast(self, gate: Tensor, up: Tensor) -> Cast:
+        return products.cast_weights(gate, up, self.plan)
+
+    def wants_casts(self) -> bool:
+        """Not in eval mode, where the layers compute and keep casts of their own."""
+        return self.training or not self.config.cache_weights_in_eval
 
     def serves(self, x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
         """Whether the layers are still those, and the call is one for 8 bits."""
@@ -147,23 +149,5 @@ class FP8GatedMLP(CastsWeights):
         given = gate.input_cast(x, delayed)
         weights = gate.weight, up.weight, down.weight
         return products.gated_mlp(
-            x, *weights, given, self._cast(), down.weight_cast(), bounds, self.plan, output_dtype(x)
+            x, *weights, given, self.weight_cast(), down.weight_cast(), bounds, self.plan, output_dtype(x)
         )
-
-    def _cast(self) -> Cast:
-        gate, up, _ = self.layers
-        if self.cached is not None and trusted(self, (gate.weight, up.weight), self.kept):
-            return self.cached
-        with torch.no_grad():
-            return products.cast_weights(gate.weight.detach(), up.weight.detach(), self.plan)
-
-    def _apply(self, fn, recurse: bool = True) -> FP8GatedMLP:
-        super()._apply(fn, recurse)
-        self.cached = self.kept = None  # until the next step: the layers may be moved after this
-        return self
-
-    def __deepcopy__(self, memo: dict) -> FP8GatedMLP:
-        return copied(self, memo)
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "cached": None, "kept": None}

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
 from tilesmith.precision.products import Cast, Plan
-from tilesmith.precision.scaling import CastsWeights, Scaling
+from tilesmith.precision.scaling import Scaling
+from tilesmith.precision.weight_casts import CastsWeights
 
 SERVED = frozenset(products.NAMES)
 
@@ -83,21 +84,24 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         self.plan = Plan(config.recipe, config.forward_format.value, config.backward_format.value)
         kept = config.amax_history_length, device, config.recipe == "delayed"
         self.input_scaling, self.grad_scaling = Scaling(self.plan.forward, *kept), Scaling(self.plan.backward, *kept)
-        self.cached, self.kept, self.fused = None, None, False
+        self.fused = False
         self.refresh()
 
     def leave(self) -> None:
         """Take back what `enter` did, or what it did before it failed."""
-        for name in ("config", "relay", "plan", "input_scaling", "grad_scaling", "cached", "kept", "fused"):
+        for name in ("config", "relay", "plan", "input_scaling", "grad_scaling", "cached", "kept", "whole", "fused"):
             if name in self.__dict__ or name in self._modules:
                 delattr(self, name)
 
-    def refresh(self) -> None:
-        """Cast the weight, if casts are kept and nobody else casts it together with others."""
-        self.cached = self.kept = None
-        if self.config.cache_weights and not self.fused and keeps(self.weight):
-            with torch.no_grad():
-                self.cached, self.kept = products.cast_weight(self.weight, self.plan), stamp(self.weight)
+    def weights(self) -> tuple[Tensor]:
+        return (self.weight,)
+
+    def cast(self, weight: Tensor) -> Cast:
+        return products.cast_weight(weight, self.plan)
+
+    def wants_casts(self) -> bool:
+        """Not where a gated MLP, which computes in training mode alone, casts the weight together with another."""
+        return not self.fused or (self.config.cache_weights_in_eval and not self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.serves(x):
@@ -124,26 +128,10 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
             self.relay.put(x, given, by)
         return given
 
-    def weight_cast(self) -> Cast:
-        if self.cached is not None and trusted(self, (self.weight,), (self.kept,)):
-            return self.cached
-        with torch.no_grad():
-            return products.cast_weight(self.weight.detach(), self.plan)
-
     def _apply(self, fn: Any, recurse: bool = True) -> FP8LinearLayer:
         super()._apply(fn, recurse)
         self.refresh()
         return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.refresh()
-
-    def __deepcopy__(self, memo: dict) -> FP8LinearLayer:
-        return copied(self, memo)
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "cached": None, "kept": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -151,16 +139,6 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.plan.recipe} {self.plan.forward}/{self.plan.backward}"
-
-
-def copied(module: nn.Module, memo: dict) -> nn.Module:
-    """A deep copy by way of the module's own pickling."""
-    import copy
-
-    made = type(module).__new__(type(module))
-    memo[id(module)] = made
-    made.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-    return made
 
 
 def misfit_of(layer: nn.Linear) -> str | None:
@@ -181,25 +159,3 @@ def output_dtype(x: Tensor) -> torch.dtype:
 def plain(x: Tensor) -> bool:
     """Whether x is here as a whole: no DTensor, nor another subclass that has a say in what products of it are."""
     return type(x) in (Tensor, nn.Parameter) or isinstance(x, torch._subclasses.FakeTensor)
-
-
-def keeps(weight: Tensor) -> bool:
-    """Whether a cast of a weight may be kept: it is here, and not sharded, in which case the layer's parameter is
-    another tensor at each use."""
-    return type(weight) is nn.Parameter and weight.device.type != "meta"
-
-
-def trusted(module: nn.Module, weights: tuple[Tensor, ...], kept: tuple) -> bool:
-    """Whether casts of weights, kept with their stamps, may stand for them.
-
-    Not in eval mode: what is written through `.data` then (merged adapters, averages of weights) leaves no trace, and
-    no optimizer's step follows that would renew the casts.
-    """
-    if not module.training or not all(map(keeps, weights)):
-        return False
-    return torch.compiler.is_compiling() or kept == tuple(map(stamp, weights))
-
-
-def stamp(weight: Tensor) -> tuple:
-    """What tells whether a weight is still the one that was cast."""
-    return id(weight), weight._version, weight.data_ptr(), weight.dtype

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilesmith.ops.quant.reference import GREATEST
+from tilesmith.precision.weight_casts import CastsWeights
 
 # A value of earlier steps that is this many times both the newest and the median of a history is left out of the bound:
 # by a bound so far above it, a tensor would lose its smaller numbers. E5M2 has as much more range.
 FAR = {"e4m3": 2.0**8, "e5m2": 2.0**16}
 
+_Kind = TypeVar("_Kind", bound=nn.Module)
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hook: list = []
 
@@ -54,18 +57,7 @@ class Scaling(nn.Module):
         return f"{self.format}, {'known' if self.warm else 'not known yet'}"
 
 
-class CastsWeights(nn.Module):
-    """A module that keeps casts of weights, which `refresh` makes anew."""
-
-    def refresh(self) -> None:
-        raise NotImplementedError
-
-
-def scalings_of(root: nn.Module) -> Iterator[Scaling]:
-    return (module for module in root.modules() if isinstance(module, Scaling))
-
-
-def roll(root: nn.Module) -> None:
+def roll(*roots: nn.Module) -> None:
     """Take what was seen since the last time into the histories, and the bounds from these.
 
     A value that was too large raises the bound at once, since it is in the history. Once it has passed, it is left out
@@ -74,7 +66,7 @@ def roll(root: nn.Module) -> None:
     seen, keeps its bound. All scales in a few launches; the device is asked only while a scale is not known yet.
     """
     by_device: dict[tuple, list[Scaling]] = {}
-    for scaling in scalings_of(root):
+    for scaling in _modules_of(roots, Scaling):
         by_device.setdefault((scaling.amax.device, scaling.history.numel()), []).append(scaling)
     for scalings in by_device.values():
         _roll(scalings)
@@ -115,16 +107,16 @@ def _median(history: Tensor) -> Tensor:
 
 
 def refresh_fp8(model: nn.Module) -> None:
-    """Cast the weights of a converted model anew. Needed only in training mode, after weights were changed by other
-    means than an optimizer's step, `load_state_dict` or, but under torch.compile, a write that PyTorch counts."""
+    """Cast the weights of a converted model anew. Needed where casts are kept (training mode, and eval mode with
+    `cache_weights_in_eval`), after weights were changed by other means than an optimizer's step, `load_state_dict` or,
+    but under torch.compile, a write that PyTorch counts."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"refresh_fp8: model must be a torch.nn.Module, got {type(model).__name__}; give the model that "
             "convert_model_to_fp8 returned"
         )
-    for module in model.modules():
-        if isinstance(module, CastsWeights):
-            module.refresh()
+    for module in _modules_of((model,), CastsWeights):
+        module.refresh()
 
 
 def follow(root: nn.Module) -> None:
@@ -143,10 +135,15 @@ def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Non
     if not len(_roots):
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for root in list(_roots):
-        if _any_in(root.parameters(), held):
-            refresh_fp8(root)
-            roll(root)
+    stepped = [root for root in list(_roots) if _any_in(root.parameters(), held)]
+    for module in _modules_of(stepped, CastsWeights):
+        module.refresh()
+    roll(*stepped)
+
+
+def _modules_of(roots: Iterable[nn.Module], kind: type[_Kind]) -> list[_Kind]:
+    """The modules of a kind, each once: one root may hold another, as an engine's model may a converted one."""
+    return [m for m in dict.fromkeys(m for root in roots for m in root.modules()) if isinstance(m, kind)]
 
 
 def _any_in(parameters: Iterable[Tensor], held: set[int]) -> bool:
