@@ -284,7 +284,7 @@ def check_disagreement(mesh):
 def check_the_order_of_backwards(mesh):
     """Two calls of one shape: ranks that take their gradients in another order would mix them up."""
     odd = mesh.get_rank() == mesh.size() - 1
-    calls = [[torch.randn(1, 2, 8, 8).requires_grad_() for _ in range(3)] for _ in range(2)]
+    calls = [[torch.randn(1, 4, 8, 8).requires_grad_() for _ in range(3)] for _ in range(2)]
     for mode in ("ring", "ulysses"):
         outs = [context_parallel_attention(*x, mesh, ops.Mask(causal=True), mode=mode)[0] for x in calls]
         with pytest.raises(ValueError, match="backward: number of the call must be the same on all ranks"):
@@ -392,6 +392,39 @@ def check_a_rank_lost_in_the_middle(mesh):
         ):
             context_parallel_attention(x, x, x, ProcessGroupRing(group, timeout=limit), mode="ring")
         assert time.monotonic() - began < 2.4
+
+
+class _LostLater(ProcessGroupRing):
+    """A rank that takes part in some transfers, and is then never heard of again."""
+
+    def __init__(self, group, transfers):
+        super().__init__(group, timeout=60.0)
+        self.transfers = transfers
+
+    def post(self, parcels, step):
+        if self.transfers == 0:
+            raise InterruptedError
+        self.transfers -= 1
+        return super().post(parcels, step)
+
+
+def check_that_many_ranks_name_the_one_lost(mesh):
+    """Some ranks wait for it, others for ranks that gave up on it."""
+    size, rank = mesh.size(), mesh.get_rank()
+    if size < 4:
+        return
+    x, last = [torch.randn(1, 4, 8, 8) for _ in range(3)], size - 1
+    for mode, transfers, step in (("ring", 1, "keys, step 2 of 3"), ("ulysses", 0, "heads of q")):
+        group = dist.new_group(list(range(size)), backend="gloo")
+        began = time.monotonic()
+        if rank == last:
+            with pytest.raises(InterruptedError):
+                context_parallel_attention(*x, _LostLater(group, transfers), mode=mode)
+        else:
+            with pytest.raises(RingError, match=rf"^rank {rank}: .*{step}.* rank {last} did not answer .*limit 1 s"):
+                context_parallel_attention(*x, ProcessGroupRing(group, timeout=1.0), mode=mode)
+            assert time.monotonic() - began < 4
+        dist.barrier(mesh.get_group())  # its connections stay open while others wait for it
 
 
 def check_a_stalled_rank(mesh):

@@ -29,7 +29,15 @@ ROOT = Path(__file__).parents[1]
 gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
-FOUR = ("modes", "hybrid", "disagreement", "layers")  # of the checks, by parts of their names
+FOUR = (
+    "modes",
+    "hybrid",
+    "disagreement",
+    "layers",
+    "many_ranks",
+    "stalled",
+    "order",
+)  # of the checks, by parts of their names
 
 
 @gloo

@@ -20,7 +20,7 @@ from tilesmith.distributed.checks import EVERYTHING, NAME, SCALED
 from tilesmith.distributed.execution import Work, backward, forward
 from tilesmith.distributed.kernels import KERNELS, Terms
 from tilesmith.distributed.layout import Layout
-from tilesmith.distributed.ring import Parcel, ProcessGroupRing, Ring, compare, refusals_told
+from tilesmith.distributed.ring import Answer, Parcel, ProcessGroupRing, Ring, compare, refusals_told
 from tilesmith.distributed.schedule import HeadPart, Schedule, head_parts, schedule
 from tilesmith.engine.argument_checks import choice, flag, number, probability
 from tilesmith.engine.argument_checks import size as checked_size
@@ -110,10 +110,14 @@ def context_parallel_attention(
         signed["requires_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         signed["mode taken"] = [decision.mode, decision.degree]
     first = {"pass": "forward", "number of the call": nth}
-    ring.agree({r: {**first, **checks.shapes(shards[r]), **signed} for r in ring.ranks}, step)
-    _CALLS[counted] = nth + 1
-    work = replace(work, terms=_begun(ring, held, terms, shards))
-    flat = _Attention.apply(work, sinks, *(x for r in ring.ranks for x in shards[r]))
+    signatures = {r: {**first, **checks.shapes(shards[r]), **signed} for r in ring.ranks}
+    answer = Answer(ring, signatures, step, then=lambda: _CALLS.__setitem__(counted, nth + 1))
+    with answer.awaited():
+        if asked["dropout_p"] > 0.0 or mask.documents is not None:
+            answer()  # a call that ranks refuse draws no seed, and ids travel
+        early = _few(plan, shards)
+        work = replace(work, terms=_begun(ring, held, terms, shards), answer=answer, early=early)
+        flat = _Attention.apply(work, sinks, *(x for r in ring.ranks for x in shards[r]))
     if isinstance(q, Tensor):
         return flat[0], flat[1]
     return list(flat[0::2]), list(flat[1::2])
@@ -173,12 +177,13 @@ class _Attention(torch.autograd.Function):
             given = dict(zip(ranks, _by(2, slopes)))
             sloped = any(dlse is not None for _, dlse in given.values())
             said = {"pass": "backward", "number of the call": work.number, "gradient of lse": sloped}
-            work.ring.agree(dict.fromkeys(ranks, said), f"{NAME}, backward")
+            answer = Answer(work.ring, dict.fromkeys(ranks, said), f"{NAME}, backward")
             filled = {}
-            for r, both in given.items():  # a rank without tokens may get none
-                asked = (True, sloped)
-                filled[r] = [torch.zeros_like(x) if d is None and a else d for x, d, a in zip(results[r], both, asked)]
-            found = backward(work, shards, results, filled)
+            with answer.awaited():
+                for r, both in given.items():  # a rank without tokens may get none
+                    asked = zip(results[r], both, (True, sloped))
+                    filled[r] = [torch.zeros_like(x) if d is None and a else d for x, d, a in asked]
+                found = backward(replace(work, answer=answer), shards, results, filled)
             dsinks = None
             if ctx.sinks is not None:
                 dtype, device = ctx.sinks
@@ -277,6 +282,15 @@ def _parts(shards: Mapping, decision: cost.Decision) -> tuple[HeadPart, ...]:
         return ()
     q, k, v = next(iter(shards.values()))
     return head_parts(q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype.itemsize)
+
+
+def _few(plan: Schedule, shards: Mapping) -> bool:
+    """Whether results of each rank's own keys take at most what a comparison takes, by the model."""
+    q, _, v = next(iter(shards.values()))
+    pairs = max(sum(call.tokens * call.keys for call in plan.stages[0].calls[r]) for r in shards)
+    machine = cost.machine_of(q.device)
+    flops = 2 * pairs * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) // plan.degree
+    return flops <= machine.host * machine.rate
 
 
 def _terms(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilesmith.distributed.kernels import Kernel, Terms
 from tilesmith.distributed.pieces import Call
-from tilesmith.distributed.ring import Parcel, Ring, RingError
+from tilesmith.distributed.ring import Answer, Parcel, Ring
 from tilesmith.distributed.schedule import HeadPart, Schedule, Stage, Transfer
 from tilesmith.distributed.sums import NO_KEYS, Rows, Sum
 from tilesmith.ops.attn.reference import out_like
@@ -28,7 +28,8 @@ Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
 class Work:
     """One call of context-parallel attention on the ranks of this process; terms: of each of them. parts: heads that
     are worked on one part after another, so that keys of others and sums are those of a part; one part: all at once.
-    number: of the call among those of its group."""
+    number: of the call among those of its group. answer: whether all ranks make this call; None: they do. early: own
+    keys are so few that ranks may work on them while they compare."""
 
     ring: Ring
     schedule: Schedule
@@ -36,6 +37,23 @@ class Work:
     terms: Mapping[int, Terms]
     parts: Sequence[HeadPart] = ()
     number: int = 0
+    answer: Answer | None = None
+    early: bool = False
+
+    def post(self, parcels: Sequence[Parcel], step: str) -> Any:
+        """Begin to move parcels, when all ranks agree.
+
+        Not before: what a rank of another shape or call receives or sends has another size or order, on which gloo
+        closes the connection, and for which NCCL's kernels wait on the device, where nothing can call them back.
+        """
+        if self.answer is not None:
+            self.answer()
+        return self.ring.post(parcels, step)
+
+    @property
+    def comparing(self) -> bool:
+        """Whether ranks have yet to hear if they agree."""
+        return self.answer is not None and self.answer.pending
 
 
 def forward(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
@@ -95,7 +113,7 @@ def _gathered(work: Work, moves: Sequence[Transfer], shards: Shards, step: str) 
         count, tokens = heads.get(r, 0), work.schedule.tokens(r)
         into[r] = [x.new_empty(tokens, x.shape[0], count, x.shape[3]) for x in tensors]
     sent = {r: [_by_token(x) for x in tensors] for r, tensors in shards.items()}
-    work.ring.wait(work.ring.post(_parcels(work.ring, moves, sent, into), step))
+    work.ring.wait(work.post(_parcels(work.ring, moves, sent, into), step))
     return {r: [_by_head(x) for x in tensors] for r, tensors in into.items()}
 
 
@@ -166,7 +184,7 @@ def _post_back(work: Work, moves: Sequence[Transfer], given: Shards, step: str) 
             parcels.append(Parcel(move.target, move.source, give, take))
         if there:
             landing.append((move, arriving))
-    return ring.post(parcels, step), landing
+    return work.post(parcels, step), landing
 
 
 def _attend(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
@@ -228,7 +246,11 @@ def _calls(stage: Stage, rank: int, drops: bool) -> Sequence[Call]:
 
 
 def _through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
-    """Run `compute` on each stage's keys while those of the next travel."""
+    """Run `compute` on each stage's keys while those of the next travel.
+
+    While ranks compare their calls, only local work may be done: on few own keys. Many are worked on while the first
+    transfer is under way, which hides more than the comparison takes.
+    """
     stages = work.schedule.stages
     own = {r: tensors[1:3] for r, tensors in shards.items()}
     sent = {r: [_by_token(x) for x in tensors] for r, tensors in own.items()}
@@ -238,15 +260,19 @@ def _through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None
             work.ring.wait(pending[0])
             keys = {r: [_by_head(x) for x in tensors] for r, tensors in pending[1].items()}
             pending = None
-        if i + 1 < len(stages):
-            pending = _fetch(work, stages[i + 1], sent, f"{what}, step {i + 1} of {len(stages) - 1}")
+        following = stages[i + 1 : i + 2]
+        step, late = f"{what}, step {i + 1} of {len(stages) - 1}", i == 0 and work.early and work.comparing
+        if following and not late:
+            pending = _fetch(work, following[0], sent, step)
         try:
             compute(stage, keys)
-        except BaseException:
-            if pending is not None:  # the other ranks' transfers end, and so do ours, before their memory is given up
-                with contextlib.suppress(RingError):
-                    work.ring.wait(pending[0])
+        except BaseException:  # the other ranks' transfers end, and so do ours, before their memory is given up
+            with contextlib.suppress(Exception):
+                if following:
+                    work.ring.wait((pending or _fetch(work, following[0], sent, step))[0])
             raise
+        if following and late:
+            pending = _fetch(work, following[0], sent, step)
 
 
 def _fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict[int, list[Tensor]]]:
@@ -254,7 +280,7 @@ def _fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict
     for r, tensors in sent.items():
         tokens = sum(stop - start for start, stop in stage.held[r])
         into[r] = [x.new_empty(tokens, *x.shape[1:]) for x in tensors]
-    return work.ring.post(_parcels(work.ring, stage.transfers, sent, into), step), into
+    return work.post(_parcels(work.ring, stage.transfers, sent, into), step), into
 
 
 def _gradients(

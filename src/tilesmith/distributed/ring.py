@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilesmith.distributed.lost import cause
 from tilesmith.engine.argument_checks import located
 
 Signature = Mapping[str, Any]  # what must be the same on all ranks, by name
@@ -51,7 +52,11 @@ class Ring(Protocol):
 
     def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
         """Compare signatures of all ranks. Raises ValueError naming ranks and the first name that differs, on all; for
-        a signature that is a `refusal`, what it says."""
+        a signature that is a `refusal`, what it says.
+
+        A ring may also have `ask`, of the same arguments, which begins this and gives back a function that ends it.
+        This process then works on its own tokens meanwhile, and posts nothing.
+        """
 
 
 class LocalRing:
@@ -104,37 +109,36 @@ class ProcessGroupRing:
 
     def post(self, parcels: Sequence[Parcel], step: str) -> tuple[str, list[tuple[int, Any]], list[Tensor]]:
         """Post sends and receives together, so that no order of them can block."""
-        operations, peers, kept = [], [], []
+        operations: list[tuple[Any, Tensor, int]] = []
         for parcel in parcels:
             if parcel.source == parcel.target == self.rank:
                 parcel.take.copy_(parcel.give)
             elif parcel.source == self.rank:
-                kept.append(parcel.give.contiguous())
-                operations.append(self._operation(dist.isend, kept[-1], parcel.target))
-                peers.append(parcel.target)
+                operations.append((dist.isend, parcel.give.contiguous(), parcel.target))
             elif parcel.target == self.rank:
-                kept.append(parcel.take)
-                operations.append(self._operation(dist.irecv, parcel.take, parcel.source))
-                peers.append(parcel.source)
-        try:
-            works = dist.batch_isend_irecv(operations) if operations else []
-        except RuntimeError as problem:
-            raise RingError(f"rank {self.rank}: {step} with ranks {sorted(set(peers))} failed: {problem}") from problem
+                operations.append((dist.irecv, parcel.take, parcel.source))
+        kept = [tensor for _, tensor, _ in operations]
+        works = self._started(operations, step) if operations else []
         if self.head_start and kept and kept[0].is_cuda:
             torch.cuda._sleep(int(self.head_start * _CYCLES))
-        # backends that move a batch at once give back one handle
-        return step, list(zip(peers if len(works) == len(peers) else [-1] * len(works), works)), kept
+        return step, works, kept
 
     def wait(self, posted: tuple[str, list[tuple[int, Any]], list[Tensor]]) -> None:
         """As the protocol says; gloo's transfers are waited for, NCCL's only by the stream."""
         step, works, kept = posted
-        for peer, work in works:
-            self._finish(work, step, peer, timed=kept[0].device.type == "cpu")
+        self._finish(works, step, timed=bool(kept) and kept[0].device.type == "cpu")
 
     def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
-        """As the protocol says. Each rank sends its signature to each other one, so a missing one has a name."""
+        """As the protocol says."""
+        self.ask(signatures, step)()
+
+    def ask(self, signatures: Mapping[int, Signature], step: str) -> Callable[[], None]:
+        """Begin what `agree` does; what is given back waits for the answer, and raises as `agree` does.
+
+        Each rank sends its signature to each other one, so a missing one has a name.
+        """
         if self.size == 1:
-            return
+            return _nothing
         side = self._side_channel()
         mine = json.dumps(signatures[self.rank]).encode()
         if len(mine) > _ROOM - 4:
@@ -150,29 +154,55 @@ class ProcessGroupRing:
                 works.append((r, dist.isend(sent, self._everyone[r], side, tag=_TAG)))
             except RuntimeError as problem:
                 raise self._lost(step, r, problem) from problem
-        for r, work in works:
-            self._finish(work, step, r, timed=True)
-        found = {self.rank: json.loads(mine)}
-        for r, x in arrived.items():
-            raw = bytes(x.numpy())
-            found[r] = json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
-        compare(found, step)
 
-    def _operation(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self._everyone[peer], self.group)
+        def answer() -> None:
+            self._finish(works, step, timed=True)
+            found = {self.rank: json.loads(mine)}
+            for r, x in arrived.items():
+                raw = bytes(x.numpy())
+                found[r] = json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
+            compare(found, step)
 
-    def _finish(self, work: Any, step: str, peer: int, timed: bool) -> None:
-        """timed: the host waits, at most for the time limit; else only the device's stream does."""
-        began = time.monotonic()
-        try:
-            done = work.wait(self.timeout) if timed else work.wait()
-        except RuntimeError as problem:
-            raise self._lost(step, peer, problem, time.monotonic() - began) from problem
-        if done is False:
-            raise self._lost(step, peer, "it is late", time.monotonic() - began)
+        return answer
+
+    def _started(self, operations: Sequence[tuple[Any, Tensor, int]], step: str) -> list[tuple[int, Any]]:
+        """Each transfer under way with its peer."""
+        peers = [peer for _, _, peer in operations]
+        if operations[0][1].device.type != "cpu":
+            batch = [dist.P2POp(kind, tensor, self._everyone[peer], self.group) for kind, tensor, peer in operations]
+            try:
+                works = dist.batch_isend_irecv(batch)
+            except RuntimeError as problem:
+                said = f"rank {self.rank}: {step} with ranks {sorted(set(peers))} failed: {problem}"
+                raise RingError(said) from problem
+            # backends that move a batch at once give back one handle
+            return list(zip(peers if len(works) == len(peers) else [-1] * len(works), works))
+        started = []
+        for kind, tensor, peer in operations:  # gloo's never block; one by one, so that who is gone has a name
+            try:
+                started.append((peer, kind(tensor, self._everyone[peer], self.group)))
+            except RuntimeError as problem:
+                raise self._lost(step, peer, problem) from problem
+        return started
+
+    def _finish(self, works: Sequence[tuple[int, Any]], step: str, timed: bool) -> None:
+        """timed: the host waits, for all together at most for the time limit; else only the device's stream does."""
+        began, limit = time.monotonic(), self.timeout.total_seconds()
+        for peer, work in works:
+            try:
+                left = max(limit - (time.monotonic() - began), _LEAST)
+                done = work.wait(datetime.timedelta(seconds=left)) if timed else work.wait()
+            except RuntimeError as problem:
+                raise self._lost(step, peer, problem, time.monotonic() - began) from problem
+            if done is False:
+                raise self._lost(step, peer, "it is late", time.monotonic() - began)
 
     def _lost(self, step: str, peer: int, problem: object, waited: float = 0.0) -> RingError:
         who = "its peers" if peer < 0 else f"rank {peer}"
+        if peer >= 0 and self.size > 2:
+            gone, by, where = cause(self.group, self.rank, peer, step)
+            if (gone, by) != (peer, self.rank):
+                who = f"rank {peer} gave up: in '{where}' of rank {by} rank {gone}"
         return RingError(
             f"rank {self.rank}: {step}: {who} did not answer ({waited:.1f} s, limit "
             f"{self.timeout.total_seconds():g} s); it has died, stalled or made another call: {problem}"
@@ -193,7 +223,58 @@ class ProcessGroupRing:
 _ROOM = 2048  # bytes of a signature on its way
 _TOLD = 800  # letters of a refusal: JSON takes at most two bytes for each
 _TAG = 7919
+_LEAST = 0.001  # seconds for what may have come already; gloo takes 0 for no limit
 _CYCLES = 1800  # of a GPU in a microsecond, about
+
+
+class Answer:
+    """A comparison of signatures that goes on beside what this process does. The first call waits for it and raises
+    what `Ring.agree` does.
+
+    then: called when ranks agree. pending: whether nobody has waited yet; never, where a ring has no `ask` and compares
+    at once.
+    """
+
+    def __init__(
+        self, ring: Ring, signatures: Mapping[int, Signature], step: str, then: Callable[[], None] | None = None
+    ):  # fmt: skip
+        begin = getattr(ring, "ask", None)
+        self.pending, self._agreed = begin is not None, False
+        self._step, self._then = step, then
+        if begin is None:
+            ring.agree(signatures, step)
+            self._end()
+        else:
+            self._wait: Callable[[], None] = begin(signatures, step)
+
+    def __call__(self) -> None:
+        if self.pending:
+            self.pending, wait, self._wait = False, self._wait, _nothing
+            wait()
+            self._end()
+        elif not self._agreed:  # the error itself is not kept: its traceback holds tensors
+            raise RingError(f"{self._step}: ranks did not agree about this call")
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """What is within may fail before it asks for the answer, which is then awaited all the same: ranks agree about
+        how many calls there were."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RingError, ValueError, TypeError):
+                self()
+            raise
+        self()
+
+    def _end(self) -> None:
+        self._agreed, then, self._then = True, self._then, None
+        if then is not None:
+            then()
+
+
+def _nothing() -> None:
+    """Nobody is to be waited for."""
 
 
 @contextlib.contextmanager
