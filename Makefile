@@ -61,6 +61,8 @@ docs: $(venv)/installed-docs
 bench: $(venv)/installed-demo
 	@$(bin)/tilesmith bench $(or $(ARGS),all)
 
+# docs/triton-releases.md and docs/torch-releases.md, in environments of their own; ARGS=triton or ARGS=torch for one of
+# them, ARGS="torch 2.13.0" for some of its releases
 matrix: $(venv)/installed-dev
 	@$(bin)/python -m tilesmith.validate.matrix $(ARGS)
 
