@@ -1,4 +1,4 @@
-"""Triton's interpreter (3.6) for tests: one fault of it mended, and what takes most of its time said once.
+"""Triton's interpreter (3.6 to 3.8) for tests: one fault of it mended, and what takes most of its time said once.
 
 Nothing here changes what a kernel computes: the same operations in the same order, except the rounding that is mended.
 """

@@ -1,4 +1,4 @@
-"""What takes most of the time of Triton's interpreter (3.6), worked out once per type instead of once per operation.
+"""What takes most of the time of Triton's interpreter (3.6 to 3.8), worked out once per type, not once per operation.
 
 The interpreter decides types, shapes and casts of each operation anew, in Python, and that takes ten times as long as
 numpy's part. Here a plan per pair of types is kept: what both sides are cast to, the numpy function, the type of the
@@ -88,7 +88,7 @@ def _patch_once(interpreter, tl) -> None:
     code_of_builtins = tl.core.builtin(print).__code__
 
     def patch_attr(owner, name, member, builder, scope):
-        if member.__code__ is code_of_builtins:  # it checks that a semantic came along
+        if getattr(member, "__code__", None) is code_of_builtins:  # it checks that a semantic came along
             member = member.__wrapped__
         semantic = interpreter.TritonSemantic(builder)
 
@@ -207,8 +207,11 @@ def _plan_arithmetic(interpreter, tl, semantic_class) -> None:
 
         return method
 
+    one, nan = (handle_class(np.array([value], np.float32), tl.float32) for value in (1.0, np.nan))
+    drops_nan = interpreter.interpreter_builder.create_minnumf(one, nan).data[0] == 1  # 3.8; 3.6 has one way for both
     for name in ARITHMETIC:
-        setattr(semantic_class, name, planned(name))
+        if not (drops_nan and name in ("minimum", "maximum")):
+            setattr(semantic_class, name, planned(name))
 
 
 def _data(operand, tensor, to, limits):

@@ -452,6 +452,12 @@ LOSSES = [
         "loss_type must be one of .* got 'dpo'",
     ),
     ("ref", lambda: nn.preference_loss(r(4, 5, 8), W, ids(4, 5), ref_logps=r(1)), ValueError, "ref_logps must be"),
+    (
+        "odds of a reference",
+        lambda: nn.preference_loss(r(4, 5, 8), W, ids(4, 5), loss_type="odds_ratio", ref_logps=r(4)),
+        ValueError,
+        "ref_logps was given, and loss_type is 'odds_ratio'",
+    ),
     ("beta", lambda: nn.preference_loss(r(4, 5, 8), W, ids(4, 5), beta=NAN), ValueError, "beta must be finite"),
     ("kto", lambda: nn.kto_loss(r(4, 5, 8), W, ids(4, 5), None), TypeError, "preference_labels"),
     ("kto size", lambda: nn.kto_loss(r(4, 5, 8), W, ids(4, 5), r(1) > 0), ValueError, "preference_labels must be"),

@@ -142,6 +142,21 @@ def test_orpo(own_labels):
     torch.testing.assert_close(metrics.rejected_logits_mean.double(), logits[B // 2 :].mean(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("sure", ["chosen", "rejected", "both"])
+def test_orpo_of_a_sequence_that_is_certain(sure):
+    """Its log-probability is 0, or rounds to above it: neither the loss nor a gradient is NaN or infinite."""
+    x = torch.zeros(2, 3, V)
+    x[..., 0] = torch.tensor([60.0 if sure in (name, "both") else 1.0 for name in ("chosen", "rejected")])[:, None]
+    x.requires_grad_()
+    weight = torch.eye(V, requires_grad=True)
+    loss, metrics = nn.preference_loss(
+        x, weight, torch.zeros(2, 3, dtype=torch.int64), loss_type="odds_ratio", beta=0.4
+    )
+    loss.backward()
+    assert loss.isfinite() and x.grad.isfinite().all() and weight.grad.isfinite().all()
+    assert metrics.log_odds_ratio.isfinite() and (sure == "both") == (loss.item() == pytest.approx(0.4 * math.log(2)))
+
+
 @pytest.mark.parametrize(("reference", "average", "kl"), list(itertools.product((True, False), repeat=3)))
 def test_kto(reference, average, kl):
     data, liked = Data(), torch.tensor([True, False, False, True, True, False])

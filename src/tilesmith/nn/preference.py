@@ -86,11 +86,11 @@ def preference_loss(
     paired entry of `ops.loss.formulas.FORMULAS`, whose comments name the papers; with r the log-probability of a
     sequence less that of the reference model and margin = beta · (r_chosen − r_rejected), "sigmoid" is
     −log σ(margin − gamma), with label_smoothing s as (1 − s, s) mixture of both orders. ref_logps: [B], the
-    reference's, summed or averaged likewise (see `sequence_log_probs`); None: 0. average_log_prob: mean over counted
-    tokens in place of the sum; "ipo", which is defined by means, always averages. alpha: weight of the mean negative
-    log-likelihood of the chosen sequences' labels, or of nll_target [B, T], which costs products of its own.
-    chunk_size: pairs whose logits are in memory at a time; 0: the library chooses. The rest: see
-    `ops.linear_preference`.
+    reference's, summed or averaged likewise (see `sequence_log_probs`); None: 0, and nothing else with "odds_ratio".
+    average_log_prob: mean over counted tokens in place of the sum; "ipo", which is defined by means, always averages.
+    alpha: weight of the mean negative log-likelihood of the chosen sequences' labels, or of nll_target [B, T], which
+    costs products of its own. chunk_size: pairs whose logits are in memory at a time; 0: the library chooses. The rest:
+    see `ops.linear_preference`.
 
     Returns the loss, fp32, and `PairMetrics` (`OddsMetrics` for "odds_ratio").
     """
@@ -106,6 +106,11 @@ def preference_loss(
     for name, value in _flags(average_log_prob, accumulate_fp32, recompute).items():
         flag("preference_loss", name, value)
     shaped("preference_loss", "ref_logps", ref_logps, target.shape[:1], device=x.device)
+    if loss_type == "odds_ratio" and ref_logps is not None:
+        raise ValueError(
+            "preference_loss: ref_logps was given, and loss_type is 'odds_ratio' (ORPO), which has no reference model: "
+            "odds are of probabilities, not of ratios to others; leave it out"
+        )
     shaped("preference_loss", "nll_target", nll_target, target.shape, device=x.device)
     pairs, counted = target.shape[0] // 2, target != ignore_index
     lengths = counted.sum(-1).clamp(min=1)

@@ -40,10 +40,10 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_16_bit":
         tail = _lower_tail(tl.abs(x))
         cdf = tl.where(x < 0, tail, 1 - tail)
-        return x * cdf, cdf + x * (NORMAL_PEAK * tl.exp2((-0.5 * LOG2E) * x * x))
+        return x * cdf, cdf + x * (NORMAL_PEAK * tl.exp2(x * (-0.5 * LOG2E) * x))
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(z)) / 2 is sigmoid(2 z), which does not cancel where tanh(z) is near -1.
-        cdf = 1 / (1 + tl.exp(-TANH_SLOPE * (x + TANH_CUBIC * x * x * x)))
+        cdf = 1 / (1 + tl.exp((x + TANH_CUBIC * x * x * x) * -TANH_SLOPE))
         value = x * cdf
         return value, cdf + value * (1 - cdf) * (TANH_SLOPE + 3 * TANH_CUBIC * TANH_SLOPE * x * x)
     elif ACTIVATION == "sigmoid":

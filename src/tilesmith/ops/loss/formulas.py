@@ -142,15 +142,24 @@ def _apo_down(chosen: Tensor, rejected: Tensor, o: PairOptions) -> tuple[Tensor,
     return torch.sigmoid(a) + torch.sigmoid(-margin), o.beta * _bell(a) - slope, slope
 
 
+SURE = -(2.0**-24)  # a log-probability in fp32 is further from the exact one: log(1 − p) would mean nothing
+
+
 def _odds_ratio(chosen: Tensor, rejected: Tensor, o: PairOptions) -> tuple[Tensor, Tensor, Tensor]:
     ratio = log_odds(chosen) - log_odds(rejected)
     slope = o.beta * torch.sigmoid(-ratio)
-    return -o.beta * logsigmoid(ratio), slope / torch.expm1(chosen), -slope / torch.expm1(rejected)
+    return -o.beta * logsigmoid(ratio), -slope * _odds_slope(chosen), slope * _odds_slope(rejected)
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
-    """log(p / (1 − p)) of a log-probability."""
+    """log(p / (1 − p)) of a log-probability, which counts as `SURE` where it is nearer to 0, or rounded to above it."""
+    log_prob = log_prob.clamp(max=SURE)
     return log_prob - torch.log(-torch.expm1(log_prob))
+
+
+def _odds_slope(log_prob: Tensor) -> Tensor:
+    """The derivative of `log_odds`."""
+    return torch.where(log_prob < SURE, -1 / torch.expm1(log_prob.clamp(max=SURE)), 0.0)
 
 
 def _bell(x: Tensor) -> Tensor:

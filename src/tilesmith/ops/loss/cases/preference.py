@@ -33,13 +33,13 @@ def _small(generator: torch.Generator, shape: Sequence[int], device: torch.devic
     return torch.randn(tuple(shape), generator=generator, device=device) / shape[-1] ** 0.5
 
 
-def _pair_rows(tokens: int, classes: int) -> Init:
-    """Scale of the sums, reference log-probability near those of even odds, weight of the likelihood term."""
+def _pair_rows(tokens: int, classes: int, reference: bool = True) -> Init:
+    """Scale of the sums, reference log-probability near those of even odds (else 0), weight of the likelihood term."""
 
     def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
         rows = torch.randn(tuple(shape), generator=generator, device=device)
         rows[0] = 1 / max(1, tokens)
-        rows[1] -= torch.tensor(float(classes)).log().item()
+        rows[1] = rows[1] - torch.tensor(float(classes)).log().item() if reference else 0
         rows[2] = 0.1 / max(1, tokens)
         rows[2, shape[1] // 2 :] = 0
         return rows
@@ -89,7 +89,9 @@ def _preference(
 ) -> dict:
     """Arguments of linear_preference."""
     rule = FORMULAS[formula]
-    init = _pair_rows(length - prompt, classes) if rule.paired else _kto_rows(length - prompt, classes)
+    rows = length - prompt, classes
+    # odds are of probabilities: of a ratio to a reference's, which may be above 1, there is no log(1 - p)
+    init = _pair_rows(*rows, formula != "odds_ratio") if rule.paired else _kto_rows(*rows)
     args: dict = {
         "x": T(batch, length, hidden, grad=x_grad, layout=layout),
         "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=_small, layout=layout),
