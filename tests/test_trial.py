@@ -4,19 +4,22 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from tilesmith import explain, use
-from tilesmith.engine import Op, backends, releases, trial
+from tilesmith.cli.doctor import examine
+from tilesmith.engine import Op, backends, register_kernel, releases, trial
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import declare_backend, in_gluon
 from tilesmith.engine.case import Case, T
-from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.choice import launches
+from tilesmith.engine.kernel import Kernel, lines_of
 from tilesmith.engine.registry import DECLARED
 from tilesmith.engine.replay import Ready
-from tilesmith.hardware.detect import arch_named
+from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.settings import settings
 from tilesmith.validate import trial as program
 from tilesmith.validate.cases import outputs_and_gradients
@@ -58,7 +61,7 @@ def _outcomes(monkeypatch, *outcomes):
     left, ran = list(outcomes), []
 
     def run(command):
-        ran.append(command[-3:])
+        ran.append(command[3:])
         return left.pop(0)
 
     monkeypatch.setattr(trial, "_run", run)
@@ -182,6 +185,194 @@ def test_the_program_finds_what_is_wrong(doubled, monkeypatch, capsys):
     monkeypatch.setattr(trial, "settings", lambda: replace(settings(), trust_triton=True))
     assert program.main("doubled", "made_up", "cpu") == trial.FAILED
     assert "is off by" in capsys.readouterr().out
+
+
+class Launch(NamedTuple):
+    kernel: str
+
+
+class MadeUpPlan(NamedTuple):
+    steps: tuple[Launch, ...]
+
+    def lines(self):
+        return [f"launches {step.kernel}" for step in self.steps]
+
+
+def _planned(x):
+    """Few rows take one device kernel, many rows two others; metadata of a call does not tell them apart."""
+    names = () if x.shape[0] == 0 else ("short",) if x.shape[0] < 5 else ("long", "end")
+    return MadeUpPlan(tuple(map(Launch, names)))
+
+
+@pytest.fixture
+def planned(doubled):
+    kernel = doubled.kernel("made_up")
+    doubled.add_kernel(replace(kernel, plans=_planned, tells=lines_of(_planned)))
+    return doubled
+
+
+def test_each_set_of_device_kernels_has_a_trial_of_its_own(planned, monkeypatch):
+    ran = _outcomes(monkeypatch, (trial.PASSED, "case few: right"), (trial.PASSED, "case many: right"))
+    for rows in (3, 9, 2, 7, 8):
+        planned(torch.ones(rows, 2))
+    assert ran == [
+        ["doubled", "made_up", "cpu", "short", "float32", "2"],
+        ["doubled", "made_up", "cpu", "end,long", "float32", "2"],
+    ]
+    told = str(explain("doubled", torch.ones(9, 2)))
+    assert "launches end" in told and "this kernel (end, long) was tried with it on" in told
+    assert "case many: right" in told
+    monkeypatch.setattr(trial, "_found", {})  # another process
+    planned._recent.clear()
+    planned(torch.ones(3, 2)), planned(torch.ones(9, 2))
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize("first", ["right", "wrong"])
+def test_a_device_kernel_that_fails_does_not_refuse_calls_that_launch_others(planned, monkeypatch, first):
+    outcomes = {"right": (trial.PASSED, "case few: right"), "wrong": (trial.FAILED, "case many: out is off by 3")}
+    rows = {"right": torch.ones(3, 2), "wrong": torch.ones(9, 2)}
+    order = [first, *({"right", "wrong"} - {first})]
+    ran = _outcomes(monkeypatch, *(outcomes[which] for which in order))
+    for which in order:
+        planned(rows[which])
+    assert explain("doubled", rows["right"]).kernel.backend == "made_up"
+    choice = explain("doubled", rows["wrong"])
+    assert choice.kernel.backend == "reference" and len(ran) == 2
+    (reason,) = dict(choice.rejected)["made_up"]
+    assert "this kernel (end, long) failed when it was tried with it: case many: out is off by 3" in reason
+    with use(doubled="made_up"):
+        planned(rows["right"])
+        with pytest.raises(NotImplementedError, match="end, long"):
+            planned(rows["wrong"])
+
+
+def test_doctor_names_what_failed_under_these_versions(planned, monkeypatch):
+    _outcomes(monkeypatch, (trial.PASSED, "right"), (trial.FAILED, "case many: out is off by 3"))
+    assert examine("cpu")["refused"] == []
+    planned(torch.ones(3, 2)), planned(torch.ones(9, 2))
+    (line,) = examine("cpu")["refused"]
+    kept = trial.path("doubled", "made_up", CPU, ("end", "long"))
+    assert line.startswith("made_up kernel of doubled (end, long): case many: out is off by 3; ") and str(kept) in line
+    monkeypatch.setattr(releases, "installed", lambda: "99.2.0")
+    trial._conditions.cache_clear()
+    assert trial.failures(CPU) == []
+    monkeypatch.setattr(releases, "installed", lambda: "3.6.0")
+    assert trial.failures(CPU) == []
+
+
+def test_a_tested_release_asks_for_no_plan_to_choose(planned, monkeypatch):
+    def never(x):
+        raise AssertionError("a plan was made")
+
+    planned.add_kernel(replace(planned.kernel("made_up"), plans=never))
+    monkeypatch.setattr(releases, "installed", lambda: "3.6.0")
+    planned(torch.ones(3, 2)), planned(torch.ones(9, 2))
+    assert planned._select.cache_info().currsize == 1, "metadata alone decides, once for both"
+
+
+def test_a_call_that_launches_nothing_needs_no_trial(planned, monkeypatch):
+    ran = _outcomes(monkeypatch)
+    assert planned(torch.ones(0, 2)).shape == (0, 2) and not ran
+    assert explain("doubled", torch.ones(0, 2)).kernel.backend == "made_up"
+
+
+FEW, MANY, WIDER = (Case(f"rows_{rows}_{cols}", {"x": T(rows, cols)}) for rows, cols in ((3, 4), (9, 4), (9, 64)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (("short", "float32", "4"), "case rows_3_4 in float32: right"),
+        (("end,long", "float32", "4"), "case rows_9_4 in float32: out is off by"),
+        (("end,long", "float16", "64"), "case rows_9_64 in float16: out is off by"),
+        (("end,long", "float16", "33"), "case rows_9_64 in float16: out is off by"),
+        (("end,long", "float8_e4m3fn", "3"), "case rows_9_4 in bfloat16: out is off by"),
+        (
+            ("other", "float16", "4"),
+            "case rows_3_4 in bfloat16 (no small case launches just these device kernels): right",
+        ),
+    ],
+)
+def test_the_program_tries_the_smallest_case_that_launches_the_same(planned, monkeypatch, capsys, wanted, words):
+    def wrong_if_long(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] < 5 else x * 2.5
+
+    planned.add_kernel(replace(planned.kernel("made_up"), fn=wrong_if_long))
+    monkeypatch.setattr(program, "cases", lambda name: [FEW, WIDER, MANY])
+    monkeypatch.setattr(trial, "settings", lambda: replace(settings(), trust_triton=True))
+    assert program.main("doubled", "made_up", "cpu", *wanted) == (
+        trial.PASSED if words.endswith("right") else trial.FAILED
+    )
+    assert capsys.readouterr().out.startswith(words)
+
+
+def test_the_program_knows_a_full_device_while_it_looks_for_a_case(planned, monkeypatch):
+    def full(self, *args):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(program, "cases", lambda name: [FEW])
+    monkeypatch.setattr(Case, "build", full)
+    assert program.main("doubled", "made_up", "cpu", "short", "float32", "4") == trial.PREVENTED
+
+
+ATTENTION = {
+    "attention": [
+        (("attention_fwd_kernel",), 64),
+        (("attention_fwd_stream_k_kernel",), 128),
+        (("attention_window_kernel",), 64),
+        (("attention_fwd_wide_kernel",), 512),
+        (("attention_fwd_kernel", "query_tiles_kernel"), 128),
+        (("attention_fwd_kernel", "list_tiles_kernel"), 64),
+    ],
+    "attention_vjp": [
+        (("attention_dkv_kernel", "attention_dq_kernel", "attention_rows_kernel"), 128),
+        (("attention_band_products_kernel", "attention_band_scores_kernel", "attention_rows_kernel"), 512),
+        (("attention_rows_kernel", "attention_window_vjp_kernel"), 64),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "columns"), [(name, *row) for name, rows in ATTENTION.items() for row in rows], ids=str
+)
+def test_attention_has_a_case_for_each_of_its_kernels(monkeypatch, name, kernels, columns):
+    """And the plan that the trial makes of the case is that of the call which the case makes."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(program, "arch_of", lambda device: arch_named("sm90"))
+    case, dtype = next(program.like_cases(name, "hopper", CPU, trial.Launches(kernels, "bfloat16", columns)))
+    assert dtype is torch.bfloat16 and case.args["q"].shape[-1] == columns
+    op, whole, made = declared()[name], program.whole(name), []
+
+    def look(args, pin):
+        with assuming(arch_named("sm90")):
+            made.append(launches(op.kernel("hopper"), args).kernels)
+        return Ready(op.reference)
+
+    op._recent.clear()
+    monkeypatch.setattr(op, "_ready", look)
+    with use(**({} if op is whole else {whole.name: "reference"})):
+        outputs_and_gradients(whole, whole.bind((), case.build(CPU, dtype, case.generator())))
+    op._recent.clear()
+    assert made[0] == kernels
+
+
+def test_plans_are_told_and_are_not_given_beside_what_is_told(doubled):
+    def alike(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    register_kernel("doubled", backend="planned", rank=60, plans=_planned)(alike)
+    try:
+        assert "launches short" in explain("doubled", torch.ones(3, 2)).note
+    finally:
+        del doubled._kernels["planned"]
+        doubled._select.cache_clear()
+    with pytest.raises(TypeError, match="give tells or plans, not both"):
+        register_kernel("doubled", backend="planned", plans=_planned, tells=lambda x: [])
+    with pytest.raises(TypeError, match="plans must be callable or None, got int 3"):
+        register_kernel("doubled", backend="planned", plans=3)
+    with pytest.raises(ValueError, match="its own plans"):
+        register_kernel("not_declared", plans=_planned)(alike)
 
 
 def _gluon_kernels():

@@ -42,7 +42,7 @@ def examine(device_name: str | None = None) -> dict:
 
     from tilesmith.bench.document import versions
     from tilesmith.cli.output import device_named
-    from tilesmith.engine import releases
+    from tilesmith.engine import releases, trial
     from tilesmith.hardware import arch_of, detect_available_devices
     from tilesmith.hardware.detect import driver
 
@@ -57,6 +57,7 @@ def examine(device_name: str | None = None) -> dict:
         "cuda": torch.version.cuda or torch.version.hip,
         "driver": driver(),
         "triton": releases.release_status(releases.installed()),
+        "refused": trial.failures(chosen),
         "devices": [_device(d, arch_of(d)) for d in devices],
         "device": str(chosen),
         "arch": str(arch_of(chosen)),
@@ -126,6 +127,8 @@ def _summarise(found: dict) -> None:
     )
     if found["device"] != "cpu":
         console.print(found["triton"], highlight=False)
+    for line in found["refused"]:
+        console.print(f"refused with it: the {line}", highlight=False, markup=False)
     served = ", ".join(f"{count} by {kernel}" for kernel, count in by_kernel.most_common() if kernel != "reference")
     console.print(
         f"Kernels serve {len(forward) - len(slow)} of {len(forward)} ops{f': {served}' if served else ''}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilesmith.engine import torch_private, trial
 from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import REFERENCE, in_gluon, missing
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.registry import ops
+from tilesmith.hardware.detect import arch_of
 from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
@@ -141,14 +144,27 @@ def check_pin(where: str, known: Mapping[str, Any], name: str, backend: Any) -> 
         )
 
 
-def choose(op: Any, call: Any, pin: str, device: Any, ask: bool = False) -> Choice:
+def by_metadata(op: Any, device: torch.device) -> bool:
+    """Whether a call's metadata alone decides. It does unless a kernel in Gluon has to be tried first."""
+    return trial.settled() or all(not in_gluon(b) or missing(b, device, pinned=True) for b in op.backends())
+
+
+def choose(op: Any, call: Any, pin: str, device: Any, args: tuple = (), ask: bool = False) -> Choice:
     """Apply the rule: the pinned kernel or an error; else the highest rank whose rejects(call) is empty.
 
-    ask: the call is not made, so nothing is tried for it (`engine.trial`).
+    args: of the call, for the plan of a kernel that has to be tried; () where none has (`by_metadata`). ask: the call
+    is not made, so nothing is tried for it (`engine.trial`).
     """
+
+    def refused(kernel: Kernel) -> tuple[str, ...]:
+        if not isinstance(device, torch.device):
+            return ()  # of an architecture nothing is tried
+        refusal = tried(kernel, args, pin, device, ask).refusal
+        return (refusal,) if refusal else ()
+
     if pin:
         backend, _ = parse_pin(pin)
-        reasons = _reasons(op, backend, call, device, ask)
+        reasons = _reasons(op, backend, call, device) or refused(op.kernel(backend))
         if reasons:
             raise NotImplementedError(
                 f"{op.name} is pinned to {pin}, which cannot serve this call: {'; '.join(reasons)}"
@@ -163,7 +179,7 @@ def choose(op: Any, call: Any, pin: str, device: Any, ask: bool = False) -> Choi
             present.append(op.kernel(backend))
     ranked = sorted(present, key=lambda k: -k.rank)
     for place, kernel in enumerate(ranked):
-        reasons = tuple(kernel.rejects(call)) or _refused(op, kernel.backend, device, ask)
+        reasons = tuple(kernel.rejects(call)) or refused(kernel)
         if not reasons:
             lower = tuple(k for k in ranked[place + 1 :] if not k.rejects(call))
             choice = Choice(kernel, f"rank {kernel.rank}, the highest that accepts", tuple(rejected), lower=lower)
@@ -174,13 +190,13 @@ def choose(op: Any, call: Any, pin: str, device: Any, ask: bool = False) -> Choi
     raise NotImplementedError(f"no kernel serves this call of {op.name}: {rejected}")
 
 
-def _reasons(op: Any, backend: str, call: Any, device: Any, ask: bool) -> list[str]:
+def _reasons(op: Any, backend: str, call: Any, device: Any) -> list[str]:
     if backend not in op.backends():
         return [f"{op.name} has no kernel {backend!r}; it has: {', '.join(op.backends())}"]
     absent = missing(backend, device, pinned=True) or _broken(op, backend)
     if absent:
         return [absent]
-    return list(op.kernel(backend).rejects(call)) or list(_refused(op, backend, device, ask))
+    return list(op.kernel(backend).rejects(call))
 
 
 def _broken(op: Any, backend: str) -> str | None:
@@ -194,11 +210,25 @@ def _broken(op: Any, backend: str) -> str | None:
     return None
 
 
-def _refused(op: Any, backend: str, device: Any, ask: bool) -> tuple[str, ...]:
-    if not isinstance(device, torch.device):
-        return ()  # of an architecture nothing is tried
-    refusal = trial.verdict(op.name, backend, device, ask).refusal
-    return (refusal,) if refusal else ()
+def tried(kernel: Kernel, args: tuple, pin: str, device: torch.device, ask: bool) -> trial.Verdict:
+    """What the trial says of a kernel that is to serve a call; with a tested release, at once and without a plan."""
+    return trial.verdict(kernel.op, kernel.backend, device, ask, lambda: launches(kernel, args, pin))
+
+
+def launches(kernel: Kernel, args: tuple, pin: str = "") -> trial.Launches:
+    """Which device kernels a call would launch, as its plan has them."""
+    if kernel.plans is None or not args:
+        return trial.Launches()
+    first = next(a for a in args if isinstance(a, Tensor))
+    asked, said = inspect.signature(kernel.plans).parameters, {}
+    if "arch" in asked:
+        said["arch"] = arch_of(first.device)
+    if "config" in asked:
+        configure, fields = kernel.fn.configure, parse_pin(pin)[1]
+        said["config"] = configure.with_fields(args, fields, search=False) if fields else configure(args, search=False)
+    kernels = {step.kernel for step in kernel.plans(*args, **said).steps}
+    columns = first.shape[-1] if first.ndim else 1
+    return trial.Launches(tuple(sorted(kernels)), str(first.dtype).removeprefix("torch."), columns)
 
 
 def _tell(choice: Choice, device: Any) -> None:

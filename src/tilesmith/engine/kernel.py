@@ -33,6 +33,16 @@ def as_output(call: Any) -> Mapping[str, float]:
     return {}
 
 
+def lines_of(plans: Callable[..., Any]) -> Callable[..., Sequence[str]]:
+    """The `tells` of a kernel whose calls have plans."""
+
+    @functools.wraps(plans)
+    def tells(*args: Any, **said: Any) -> Sequence[str]:
+        return plans(*args, **said).lines()
+
+    return tells
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op.
@@ -42,7 +52,8 @@ class Kernel:
     errors: output -> the error, beyond rounding, that its method may have. eps: metadata of a call -> output -> the
     eps of the format in which its sums are kept, where that is coarser than the output's dtype. tells: arguments of a
     call that it serves -> sentences on how, where it has several ways; given the configuration and the architecture
-    too, where its signature has `config` and `arch`.
+    too, where its signature has `config` and `arch`. plans: arguments of a call -> its plan, told the same; None where
+    there are none. A plan has `lines()`, the sentences, and `steps`, each with the name of its device kernel, `kernel`.
     """
 
     op: str
@@ -53,6 +64,7 @@ class Kernel:
     errors: Mapping[str, float] = field(default_factory=dict, hash=False)
     tells: Callable[..., Sequence[str]] = silent
     eps: Callable[[Any], Mapping[str, float]] = as_output
+    plans: Callable[..., Any] | None = None
 
 
 def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -19,13 +19,12 @@ from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.arguments import always, binder, checked
 from tilesmith.engine.autograd import Gradient, Way, has_tangents, no_forward_mode, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
-from tilesmith.engine.choice import ASKED, Asked, Choice, choose, parse_pin, pinned
+from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, parse_pin, pinned, tried
 from tilesmith.engine.kernel import Kernel, as_written
 from tilesmith.engine.key import Direct, Known, make_key
 from tilesmith.engine.metadata import TensorFacts, describer
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
-from tilesmith.engine.trial import verdict
 from tilesmith.hardware.detect import Arch, arch_named, arch_of, assuming
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -298,7 +297,9 @@ class Op:
         if pin == ASKED:
             raise Asked(args)
         device = next(a.device for a in args if isinstance(a, Tensor))
-        kernel = self._select(self._describe(*args), pin, device).kernel
+        call = self._describe(*args)
+        chosen = self._select(call, pin, device) if by_metadata(self, device) else choose(self, call, pin, device, args)
+        kernel = chosen.kernel
         configure = getattr(kernel.fn, "configure", None)
         _, fields = parse_pin(pin)
         if fields and configure is None:
@@ -351,7 +352,7 @@ class Op:
         if arch is not None:
             return self._explained(args, None, where)
         pin = pinned(self.name)
-        choice = choose(self, self._describe(*args), pin, device, ask=True)
+        choice = choose(self, self._describe(*args), pin, device, args, ask=True)
         if compiled and self.decompose is not None and not pin and self.when(*args):
             note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
             if self.when is not always:
@@ -365,7 +366,7 @@ class Op:
             notes.append(f"no gradient is asked for, so nothing is stored for one: {unseen}")
         if not compiled:
             notes += self._repeated(args, pin)
-        notes += filter(None, [verdict(self.name, choice.kernel.backend, device, ask=True).note])
+        notes += filter(None, [tried(choice.kernel, args, pin, device, ask=True).note])
         return replace(choice, note="; ".join(notes))
 
     def _explained(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
@@ -375,7 +376,7 @@ class Op:
             call = self._describe(*args)
             moved = [f._replace(device=here) if isinstance(f, TensorFacts) else f for f in call]
             call = type(call)(*moved)._replace(arch=arch)
-            choice = choose(self, call, pinned(self.name), device or arch, ask=True)
+            choice = choose(self, call, pinned(self.name), device or arch, args, ask=True)
             notes = self._told(choice.kernel, args, arch)
             configure = getattr(choice.kernel.fn, "configure", None)
             if configure is not None:
@@ -387,6 +388,10 @@ class Op:
         """The choice for this call's gradient. Its arguments are made up, of no memory."""
         if self.vjp is None:
             raise ValueError(f"explain: the gradient of {self.name} has no kernels; its reference is differentiated")
+        return self.vjp._explained(self.gradient_arguments(args), device, arch)
+
+    def gradient_arguments(self, args: tuple) -> tuple:
+        """What the vjp of a call would be given, on meta: tensors without memory."""
         made = {id(a): _unallocated(a) for a in args if isinstance(a, Tensor)}  # one tensor stays one
         asked = {n: a.requires_grad for n, a in zip(self.parameters, args) if isinstance(a, Tensor)}
         args = tuple(made.get(id(a), a) for a in args)
@@ -395,7 +400,7 @@ class Op:
         known = {**dict(zip(self.parameters, args)), **outputs, **{f"d{n}": x for n, x in outputs.items()}}
         wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in self.vjp.outputs]
         known |= {**self.vjp.defaults, "output_mask": wanted, "overwrite": False}
-        return self.vjp._explained(tuple(known[n] for n in self.vjp.parameters), device, arch)
+        return tuple(known[n] for n in self.vjp.parameters)
 
     def _repeated(self, args: tuple, pin: str) -> list[str]:
         """How this very call is repeated, if it was made before."""

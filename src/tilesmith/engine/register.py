@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tilesmith.engine.arguments import shown, suggestion
-from tilesmith.engine.kernel import Kernel, accept, as_output, silent
+from tilesmith.engine.kernel import Kernel, accept, as_output, lines_of, silent
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
 
@@ -22,14 +22,15 @@ def register_kernel(
     errors: Mapping[str, float] | None = None,
     tells: Callable[..., Sequence[str]] = silent,
     eps: Callable[[Any], Mapping[str, float]] = as_output,
+    plans: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
 
     A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
     names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
-    it); with arguments that describe a kernel (backend, rejects, errors, tells, eps) it is a ValueError. A function
-    that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and shown by `explain`,
-    without dispatch.
+    it); with arguments that describe a kernel (backend, rejects, errors, tells, eps, plans) it is a ValueError. A
+    function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and shown by
+    `explain`, without dispatch.
 
     backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
@@ -37,7 +38,9 @@ def register_kernel(
     arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`; the configuration that the
     call would have is its keyword `config`, if its signature has one. eps: call metadata -> output -> the eps of the
     format in which the hardware keeps its sums, where that is coarser than the output's dtype: tests and `tilesmith
-    verify` allow rounding of that size in place of the dtype's.
+    verify` allow rounding of that size in place of the dtype's. plans: in place of tells, the same arguments -> the
+    plan of the call. Its `lines()` are the sentences, and the `kernel` of each of its `steps` is the name of a device
+    kernel (`engine.trial`).
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
@@ -54,14 +57,20 @@ def register_kernel(
     if errors is not None and not isinstance(errors, Mapping):
         raise TypeError(f"register_kernel: errors must be a mapping or None, got {shown(errors)}")
 
+    if plans is not None and not callable(plans):
+        raise TypeError(f"register_kernel: plans must be callable or None, got {shown(plans)}")
+    if plans is not None and tells is not silent:
+        raise TypeError("register_kernel: give tells or plans, not both; the lines of a plan are what it tells")
+
     given = {"backend": backend, "rejects": rejects is not accept, "errors": errors, "tells": tells is not silent}
-    given["eps"] = eps is not as_output
+    given |= {"eps": eps is not as_output, "plans": plans}
     of_kernels = [argument for argument, value in given.items() if value]
 
     def add(fn: Function) -> Function:
         op = ops().get(name)
         if op is not None:
-            kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, tells, eps)
+            told = tells if plans is None else lines_of(plans)
+            kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, told, eps, plans)
             fn.tilesmith_kernel = op.add_kernel(kernel)
         elif of_kernels:
             raise ValueError(

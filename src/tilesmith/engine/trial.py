@@ -3,6 +3,9 @@
 A release may rename what a kernel is written in, compile it wrongly, or end in the middle of it (3.9 did by a signal).
 So the trial runs in a process of its own, the first time that the kernel would serve a call; what it finds is kept on
 disk under the versions of driver, PyTorch, Triton and this library, and holds for all processes.
+
+A kernel whose calls have plans is tried once for each set of device kernels that a plan names, so that the fault of one
+does not refuse calls that launch others. Any other kernel is tried once as a whole.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -45,31 +49,84 @@ class Verdict:
     note: str = ""
 
 
-_found: dict[tuple[str, str, torch.device], Verdict] = {}
+class Launches(NamedTuple):
+    """What a call would launch. kernels: names of device kernels, sorted; None where the call has no plan. dtype,
+    columns: of the call's first tensor, its dtype's name and its last dim; a trial takes a case like it if it can."""
+
+    kernels: tuple[str, ...] | None = None
+    dtype: str = ""
+    columns: int = 0
+
+
+class Unit(NamedTuple):
+    """What one trial decides on: an op's kernel of a backend, as far as it launches these device kernels."""
+
+    op: str
+    backend: str
+    device: torch.device
+    kernels: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        return f"this kernel ({', '.join(self.kernels)})" if self.kernels else "this kernel"
+
+
+_found: dict[Unit, Verdict] = {}
 _lock = threading.Lock()
 
 
-def verdict(op: str, backend: str, device: torch.device, ask: bool = False) -> Verdict:
-    """Whether a backend's kernel of `op` may serve on `device`: at once with a tested release, else by its trial.
+def settled() -> bool:
+    """Whether the installed release of Triton needs no trials."""
+    return releases.tested(releases.installed()) or settings().trust_triton
 
-    ask: only say what is known so far, without a trial.
+
+def verdict(
+    op: str,
+    backend: str,
+    device: torch.device,
+    ask: bool = False,
+    launches: Callable[[], Launches] = Launches,
+) -> Verdict:
+    """Whether a backend's kernel of `op` may serve a call on `device`: at once with a tested release, else by a trial.
+
+    ask: only say what is known so far, without a trial. launches: what the call would launch; not asked with a tested
+    release.
     """
-    if not in_gluon(backend) or releases.tested(releases.installed()) or settings().trust_triton:
+    if not in_gluon(backend) or settled():
         return Verdict()
-    key = (op, backend, device)
-    found = _found.get(key)
+    call = launches()
+    unit = Unit(op, backend, device, call.kernels)
+    if unit.kernels == ():  # a call without work
+        return Verdict()
+    found = _found.get(unit)
     if found is None:
         with _lock:
-            found = _found.get(key) or _kept_or_tried(op, backend, device, ask)
+            found = _found.get(unit) or _kept_or_tried(unit, call, ask)
             if found is None:
-                return Verdict(note=f"{_untested()}: this kernel is tried before its first call")
-            _found[key] = found
+                return Verdict(note=f"{_untested()}: {unit} is tried before its first call")
+            _found[unit] = found
     return found
 
 
-def path(op: str, backend: str, device: torch.device) -> Path:
+def failures(device: torch.device) -> list[str]:
+    """What failed its trial on `device` under the installed versions, a sentence for each, for `tilesmith doctor`."""
+    if settled():
+        return []
+    conditions, found = _conditions(device), []
+    for where in sorted((settings().cache_dir / "trials").glob("*.json")):
+        kept = _read(where)
+        if kept is None or kept["passed"] or not {"op", "backend"} <= kept.keys():
+            continue
+        if conditions.items() <= kept.items():
+            kernels = f" ({', '.join(kept['kernels'])})" if kept.get("kernels") else ""
+            again = f"delete {where} to try it again"
+            found.append(f"{kept['backend']} kernel of {kept['op']}{kernels}: {kept['message']}; {again}")
+    return found
+
+
+def path(op: str, backend: str, device: torch.device, kernels: tuple[str, ...] | None = None) -> Path:
     """Where the outcome of a trial is kept."""
-    digest = hashlib.sha256(json.dumps(_conditions(device)).encode()).hexdigest()[:16]
+    known = json.dumps(_conditions(device)) + ",".join(kernels or ())
+    digest = hashlib.sha256(known.encode()).hexdigest()[:16]
     return settings().cache_dir / "trials" / f"{op}.{backend}.{digest}.json"
 
 
@@ -86,21 +143,21 @@ def _conditions(device: torch.device) -> dict[str, str | None]:
     return {"device": name, "driver": driver(), **versions}
 
 
-def _kept_or_tried(op: str, backend: str, device: torch.device, ask: bool) -> Verdict | None:
+def _kept_or_tried(unit: Unit, call: Launches, ask: bool) -> Verdict | None:
     """None where there is no outcome yet and `ask` forbids to make one."""
-    where = path(op, backend, device)
+    where = path(*unit)
     kept = _read(where)
     if kept is None and ask:
         return None
     if kept is None:
         with _alone(where):  # ranks of one job come here together
-            kept = _read(where) or _try(op, backend, device, where)
+            kept = _read(where) or _try(unit, call, where)
     if kept["passed"]:
-        return Verdict(note=f"{_untested()}; this kernel was tried with it on {kept['date']} and is right")
+        return Verdict(note=f"{_untested()}; {unit} was tried with it on {kept['date']}: {kept['message']}")
     if kept.get("prevented"):
-        return Verdict(f"{_untested()}, and this kernel could not be tried with it: {kept['message']}")
+        return Verdict(f"{_untested()}, and {unit} could not be tried with it: {kept['message']}")
     again = f"; delete {where} to try it again" if where.exists() else ""
-    return Verdict(f"{_untested()}, and this kernel failed when it was tried with it: {kept['message']}{again}")
+    return Verdict(f"{_untested()}, and {unit} failed when it was tried with it: {kept['message']}{again}")
 
 
 def _read(where: Path) -> dict | None:
@@ -124,20 +181,24 @@ def _alone(where: Path) -> Iterator[None]:
         yield
 
 
-def _try(op: str, backend: str, device: torch.device, where: Path) -> dict:
+def _try(unit: Unit, call: Launches, where: Path) -> dict:
     """Run the trial, keep its outcome unless something else than the kernel prevented it, and return it."""
-    log.warning("%s: trying the %s kernel of %s once, in a process of its own", _untested(), backend, op)
-    code, message = _run([sys.executable, "-m", PROGRAM, op, backend, str(device)])
+    kernels = ",".join(call.kernels or ())
+    named = f"{unit.backend} kernel of {unit.op}" + (f" ({kernels})" if kernels else "")
+    log.warning("%s: trying the %s once, in a process of its own", _untested(), named)
+    like = [kernels, call.dtype, str(call.columns)] if kernels else []
+    code, message = _run([sys.executable, "-m", PROGRAM, unit.op, unit.backend, str(unit.device), *like])
     today = datetime.date.today().isoformat()
-    outcome = {"passed": code == PASSED, "prevented": code == PREVENTED, "message": message, "date": today}
-    outcome |= _conditions(device)
+    outcome = {"op": unit.op, "backend": unit.backend, "kernels": list(call.kernels or ())}
+    outcome |= {"passed": code == PASSED, "prevented": code == PREVENTED, "message": message, "date": today}
+    outcome |= _conditions(unit.device)
     if code != PREVENTED:
         with contextlib.suppress(OSError):  # a cache that cannot be written: the outcome holds for this process
             where.parent.mkdir(parents=True, exist_ok=True)
             made = where.with_suffix(f".{os.getpid()}")
             made.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
             made.replace(where)
-    log.warning("%s kernel of %s: %s", backend, op, "right" if code == PASSED else message)
+    log.warning("%s: %s", named, message)
     return outcome
 
 

@@ -1,11 +1,15 @@
 """One small case of a kernel, against its reference: `python -m tilesmith.validate.trial attention hopper cuda:0`.
 
+Names of device kernels behind that, a dtype and a number of columns, `attention_fwd_wide_kernel bfloat16 512`, ask for
+the smallest case that launches just these, of that dtype and that many columns if there is one.
+
 `engine.trial` runs this for a release of Triton that is not known to serve the kernel. The last line that it prints
 says what was found; it exits with 0 if the values are right, 75 if something else than the kernel was in the way.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 
@@ -13,11 +17,18 @@ import torch
 
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.backends import REFERENCE
-from tilesmith.engine.trial import FAILED, PASSED, PREVENTED
+from tilesmith.engine.case import T
+from tilesmith.engine.choice import launches
+from tilesmith.engine.launcher import next_power_of_2
+from tilesmith.engine.trial import FAILED, PASSED, PREVENTED, Launches
+from tilesmith.hardware.detect import arch_of, assuming
 from tilesmith.validate.cases import check_each
 
 _TAGS = ({"interpret", "compile"}, {"test"})  # the smallest first
+_CHECKED = {"interpret", "compile", "test", "gpu"}  # other cases are timed alone, and their oracles may fill a GPU
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WHOLE = Launches()  # no device kernels are asked for
+_LARGEST = 2**24  # elements of a case's tensors; the oracle of a larger one takes longer than the kernel's compiler
 # What CUDA and PyTorch say of a device that is full, busy or not to be had. A kernel's own faults (an illegal access, a
 # launch that failed) have other words.
 _OF_THE_DEVICE = (
@@ -48,23 +59,90 @@ def small_cases(name: str) -> Iterator[tuple[Case, torch.dtype]]:
         yield from ((case, dtype) for case, dtype in zip(chosen, dtypes) if dtype is not None)
 
 
-def attempt(name: str, backend: str, device: torch.device | str) -> tuple[int, str]:
+def like_cases(
+    name: str, backend: str, device: torch.device | str, wanted: Launches
+) -> Iterator[tuple[Case, torch.dtype]]:
+    """The cases that launch just the wanted device kernels, the smallest first: those of the wanted dtype and columns,
+    then the others by what they share with it."""
+    others = []
+    for case in sorted(cases(whole(name).name), key=_size):
+        dtype = min(case.dtypes, key=lambda d: (_named(d) != wanted.dtype, *_place(d)), default=None)
+        if dtype is None or _size(case) > _LARGEST or not case.tags & _CHECKED:
+            continue
+        launched = launched_by(name, backend, device, case, dtype)
+        if launched is None or launched.kernels != wanted.kernels:
+            continue
+        apart = launched.dtype != wanted.dtype, _apart(launched.columns, wanted.columns)
+        if any(apart):
+            others.append((apart, case, dtype))
+        else:
+            yield case, dtype
+    yield from ((case, dtype) for _, case, dtype in sorted(others, key=lambda row: row[0]))
+
+
+def _size(case: Case) -> int:
+    """Elements of all tensors."""
+    return sum(math.prod(t.shape) for t in case.args.values() if isinstance(t, T))
+
+
+def launched_by(name: str, backend: str, device: torch.device | str, case: Case, dtype: torch.dtype) -> Launches | None:
+    """What a case, or its gradient, launches on `device`; None where the kernel rejects it."""
+    op, asked = whole(name), ops()[name]
+    args, arch = op.bind((), case.build(torch.device(device), dtype, case.generator())), arch_of(device)
+    with assuming(arch):
+        args = args if asked is op else op.gradient_arguments(args)
+        kernel = asked.kernel(backend)
+        return None if kernel.rejects(asked._describe(*args)._replace(arch=arch)) else launches(kernel, args)
+
+
+def _place(dtype: torch.dtype) -> tuple[bool, int]:
+    """The place of a dtype among `_DTYPES`, behind them for another one."""
+    return dtype not in _DTYPES, _DTYPES.index(dtype) if dtype in _DTYPES else 0
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _apart(columns: int, wanted: int) -> int:
+    """0 for as many columns, 1 for as many rounded up to a power of two, which is mostly the width of a tile."""
+    return 0 if columns == wanted else 1 if next_power_of_2(columns) == next_power_of_2(wanted) else 2
+
+
+def chosen_cases(
+    name: str, backend: str, device: torch.device | str, wanted: Launches
+) -> Iterator[tuple[Case, torch.dtype, str]]:
+    """The cases to try, in turn until the kernel takes one, and what to say of each beside its name."""
+    instead = ""
+    if wanted.kernels:
+        yield from ((case, dtype, "") for case, dtype in like_cases(name, backend, device, wanted))
+        instead = " (no small case launches just these device kernels)"
+    yield from ((case, dtype, instead) for case, dtype in small_cases(name))
+
+
+def attempt(name: str, backend: str, device: torch.device | str, wanted: Launches = _WHOLE) -> tuple[int, str]:
     """The exit code and what to say."""
-    for case, dtype in small_cases(name):
-        try:
-            result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=pins(name, backend)))
-        except RuntimeError as problem:  # errors of CUDA are such
-            if not any(words in str(problem) for words in _OF_THE_DEVICE):
-                raise
-            return PREVENTED, f"{type(problem).__name__}: {problem}"
+    try:
+        return _attempt(name, backend, device, wanted)
+    except RuntimeError as problem:  # errors of CUDA are such
+        if not any(words in str(problem) for words in _OF_THE_DEVICE):
+            raise
+        return PREVENTED, f"{type(problem).__name__}: {problem}"
+
+
+def _attempt(name: str, backend: str, device: torch.device | str, wanted: Launches) -> tuple[int, str]:
+    for case, dtype, instead in chosen_cases(name, backend, device, wanted):
+        result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=pins(name, backend)))
         if not result.message.startswith("rejects"):
-            return (PASSED if result.passed else FAILED), f"case {case.name}: {result.message or 'right'}"
+            words = f"case {case.name} in {_named(dtype)}{instead}: {result.message or 'right'}"
+            return (PASSED if result.passed else FAILED), words
     return PREVENTED, f"no small case of {name} is one that {backend} takes"
 
 
-def main(name: str, backend: str, device: str) -> int:
+def main(name: str, backend: str, device: str, kernels: str = "", dtype: str = "", columns: str = "0") -> int:
     """Try the kernel and print what was found."""
-    code, words = attempt(name, backend, device)
+    wanted = Launches(tuple(sorted(kernels.split(","))) if kernels else None, dtype, int(columns))
+    code, words = attempt(name, backend, device, wanted)
     sys.stdout.write(" ".join(words.split()) + "\n")
     sys.stdout.flush()
     return code

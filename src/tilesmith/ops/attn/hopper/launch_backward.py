@@ -93,11 +93,11 @@ SPACE_VJP = Space(default=tables.hopper_backward, dims=dims_vjp)
 
 
 @attention_vjp_arguments
-def tells_vjp(call, *, config: HopperVjpConfig, arch) -> list[str]:
-    return hopper_backward(shape_of(call), arch, config).lines()
+def _plans_vjp(call, *, config: HopperVjpConfig, arch) -> Plan:
+    return hopper_backward(shape_of(call), arch, config)
 
 
-@register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp, tells=tells_vjp)
+@register_kernel("attention_vjp", backend="hopper", rank=25, rejects=rejects_vjp, plans=_plans_vjp)
 @optimize_kernel(space=SPACE_VJP)
 @attention_vjp_arguments
 def attention_vjp(call, *, config: HopperVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

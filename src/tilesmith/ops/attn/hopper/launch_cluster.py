@@ -21,7 +21,7 @@ from tilesmith.ops.attn.hopper.launch import (
     wrong_dims,
 )
 from tilesmith.ops.attn.hopper.launch_decode import decode_tensors, keys_of
-from tilesmith.ops.attn.plan import shape_of, tables
+from tilesmith.ops.attn.plan import Plan, shape_of, tables
 from tilesmith.ops.attn.plan.configs import ClusterConfig
 from tilesmith.ops.attn.plan.decode import Clusters, hopper_cluster
 from tilesmith.ops.attn.split_combine import _attention_combine_kernel
@@ -65,12 +65,12 @@ def rejects(call) -> list[str]:
 
 
 @attention_arguments
-def _tells(call, *, config: ClusterConfig, arch) -> list[str]:
+def _plans(call, *, config: ClusterConfig, arch) -> Plan:
     here = arch_of(call.q.device)
-    return hopper_cluster(shape_of(call), arch, config, clusters(call.q.device) if arch is here else None).lines()
+    return hopper_cluster(shape_of(call), arch, config, clusters(call.q.device) if arch is here else None)
 
 
-@register_kernel("attention", backend="hopper_cluster", rank=36, rejects=rejects, tells=_tells)
+@register_kernel("attention", backend="hopper_cluster", rank=36, rejects=rejects, plans=_plans)
 @optimize_kernel(space=SPACE)
 @attention_arguments
 def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:

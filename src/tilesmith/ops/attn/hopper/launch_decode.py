@@ -21,7 +21,7 @@ from tilesmith.ops.attn.hopper.launch import (
     wrong_dims,
 )
 from tilesmith.ops.attn.hopper.split_kv import attention_split_kv_kernel
-from tilesmith.ops.attn.plan import shape_of, tables
+from tilesmith.ops.attn.plan import Plan, shape_of, tables
 from tilesmith.ops.attn.plan.configs import SplitKvConfig
 from tilesmith.ops.attn.plan.decode import hopper_split
 from tilesmith.ops.attn.split_combine import _attention_combine_kernel
@@ -98,11 +98,11 @@ def _small_reasons(call) -> list[str]:
 
 
 @attention_arguments
-def _tells(call, *, config: SplitKvConfig, arch) -> list[str]:
-    return hopper_split(shape_of(call), arch, config).lines()
+def _plans(call, *, config: SplitKvConfig, arch) -> Plan:
+    return hopper_split(shape_of(call), arch, config)
 
 
-@register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects, tells=_tells)
+@register_kernel("attention", backend="hopper_split", rank=35, rejects=rejects, plans=_plans)
 @optimize_kernel(space=SPACE)
 @attention_arguments
 def attention(call, *, config: SplitKvConfig) -> tuple[Tensor, Tensor]:

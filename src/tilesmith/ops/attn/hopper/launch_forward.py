@@ -24,7 +24,7 @@ from tilesmith.ops.attn.hopper.packed import query_tiles_kernel
 from tilesmith.ops.attn.hopper.stream_k import attention_fwd_stream_k_kernel
 from tilesmith.ops.attn.hopper.window import attention_window_kernel
 from tilesmith.ops.attn.partial_reference import eps_of_values
-from tilesmith.ops.attn.plan import shape_of, tables
+from tilesmith.ops.attn.plan import Plan, shape_of, tables
 from tilesmith.ops.attn.plan.configs import HopperConfig
 from tilesmith.ops.attn.plan.hopper_forward import hopper_forward
 
@@ -60,11 +60,11 @@ SPACE = Space(default=tables.hopper_forward, dims=dims, choices={"consumers": (2
 
 
 @attention_arguments
-def tells(call, *, config: HopperConfig, arch) -> list[str]:
-    return hopper_forward(shape_of(call), arch, config).lines()
+def _plans(call, *, config: HopperConfig, arch) -> Plan:
+    return hopper_forward(shape_of(call), arch, config)
 
 
-@register_kernel("attention", backend="hopper", rank=25, rejects=rejects, tells=tells)
+@register_kernel("attention", backend="hopper", rank=25, rejects=rejects, plans=_plans)
 @optimize_kernel(space=SPACE)
 @attention_arguments
 def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
@@ -82,12 +82,12 @@ def rejects_partial(call) -> list[str]:
 
 
 @attention_arguments
-def _tells_partial(call, *, config: HopperConfig, arch) -> list[str]:
-    return hopper_forward(shape_of(call)._replace(out_fp32=True), arch, config).lines()
+def _plans_partial(call, *, config: HopperConfig, arch) -> Plan:
+    return hopper_forward(shape_of(call)._replace(out_fp32=True), arch, config)
 
 
 @register_kernel(
-    "attention_partial", backend="hopper", rank=25, rejects=rejects_partial, tells=_tells_partial, eps=eps_of_values
+    "attention_partial", backend="hopper", rank=25, rejects=rejects_partial, plans=_plans_partial, eps=eps_of_values
 )
 @optimize_kernel(space=SPACE)
 @attention_arguments

@@ -14,7 +14,7 @@ from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.hopper.forward_fp8 import UNITS, attention_fp8_fwd_kernel
 from tilesmith.ops.attn.hopper.launch import UNSERVED, describe, no_dropout, no_lists, outputs, score_factors
-from tilesmith.ops.attn.plan import shape_of
+from tilesmith.ops.attn.plan import Plan, shape_of
 from tilesmith.ops.attn.plan.configs import Fp8Config
 from tilesmith.ops.attn.plan.hopper_forward import hopper_fp8
 
@@ -58,11 +58,11 @@ def rejects(call) -> list[str]:
 
 
 @attention_arguments
-def _tells(call, *, arch) -> list[str]:
-    return hopper_fp8(shape_of(call), arch, CONFIG).lines()
+def _plans(call, *, arch) -> Plan:
+    return hopper_fp8(shape_of(call), arch, CONFIG)
 
 
-@register_kernel("attention", backend="hopper_fp8", rank=27, rejects=rejects, errors=_ERRORS, tells=_tells)
+@register_kernel("attention", backend="hopper_fp8", rank=27, rejects=rejects, errors=_ERRORS, plans=_plans)
 @attention_arguments
 def attention(call) -> tuple[Tensor, Tensor]:
     """Persistent CTAs, each with many tiles of queries."""

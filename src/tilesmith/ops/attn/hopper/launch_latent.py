@@ -18,7 +18,7 @@ from tilesmith.ops.attn.hopper.launch import (
     reasons_for_all,
 )
 from tilesmith.ops.attn.hopper.launch_decode import LOOSE, decode_tensors, keys_of
-from tilesmith.ops.attn.plan import shape_of
+from tilesmith.ops.attn.plan import Plan, shape_of
 from tilesmith.ops.attn.plan.configs import LatentConfig
 from tilesmith.ops.attn.plan.decode import hopper_latent
 from tilesmith.ops.attn.split_combine import _attention_combine_kernel
@@ -70,11 +70,11 @@ def rejects(call) -> list[str]:
 
 
 @attention_arguments
-def _tells(call, *, config: LatentConfig, arch) -> list[str]:
-    return hopper_latent(shape_of(call), arch, config).lines()
+def _plans(call, *, config: LatentConfig, arch) -> Plan:
+    return hopper_latent(shape_of(call), arch, config)
 
 
-@register_kernel("attention", backend="hopper_latent", rank=37, rejects=rejects, tells=_tells)
+@register_kernel("attention", backend="hopper_latent", rank=37, rejects=rejects, plans=_plans)
 @optimize_kernel(space=SPACE)
 @attention_arguments
 def attention(call, *, config: LatentConfig) -> tuple[Tensor, Tensor]:
