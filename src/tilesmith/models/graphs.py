@@ -24,7 +24,8 @@ from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observ
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
 from tilesmith.models.reach import observed
-from tilesmith.models.recorded import CannotRecord, Foreign, Link, Memory, Recorded, flatten
+from tilesmith.models.recorded import CannotRecord, Memory, Recorded
+from tilesmith.models.recorded_calls import Foreign, Link, flatten
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
