@@ -329,6 +329,21 @@ def test_hooks_and_training_run_as_before():
     assert set(_record(model).plain) == {"model.layers.0 has hooks", "the model is in training mode"}
 
 
+def test_hooks_of_all_modules_are_called_for_each_token():
+    plain, model = _pair("llama")
+    _same(plain, model, _prompt(1), max_new_tokens=6)
+    replays, seen = _record(model).replays, []
+    assert replays > 0
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        _generated(model, _prompt(1), max_new_tokens=6)
+    finally:
+        hook.remove()
+    assert sum(module is model.model.layers[0].mlp for module in seen) == 6
+    assert _record(model).replays == replays
+    assert any("hooks of all modules are on" in told for told in _record(model).plain)
+
+
 def test_a_step_that_cannot_be_recorded(monkeypatch):
     plain, model = _pair("gemma3")
     monkeypatch.setattr(TapeRecorder, "failing", "no capture today")

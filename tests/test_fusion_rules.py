@@ -39,6 +39,14 @@ def bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=100))
 
 
+def bart():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = transformers.BartConfig(**sizes, **heads, vocab_size=100, dropout=0.1)
+    return transformers.BartForConditionalGeneration(config)
+
+
 def qwen3_moe():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -132,6 +140,25 @@ def test_dropped_sums_are_of_the_level_that_draws_other_numbers():
         assert (fused.fusion_report.calls().get("dropout_add_norm", 0) > 0) == (level is AGGRESSIVE)
         left = "the dropout is left to OptimizationLevel.AGGRESSIVE" in fused.fusion_report.to_json()
         assert left == (level is BALANCED)
+
+
+@pytest.mark.parametrize("make", [bert, bart, bloom, qwen3_moe])
+def test_a_report_names_what_optimize_does_and_a_level_leaves(make):
+    """Row by row, with the ops: a dropout that `optimize` draws with the sum and the norm."""
+    wanted = tilesmith.optimize(make().train()).tilesmith_report.replaced
+    report = create_unified_attention_fusion(make().train()).fusion_report
+    done = {(row.fqn, row.rule): row.ops for row in report.replaced}
+    less = [row for row in wanted if done.get((row.fqn, row.rule)) != row.ops]
+    assert bool(less) == (make in (bert, bart))
+    named = {row.fqn for row in report.skipped if row.reason.endswith("left to OptimizationLevel.AGGRESSIVE")}
+    assert {row.fqn for row in less} <= named
+    told = [effect for effect in report.effects if "optimize fuses it" in effect]
+    assert len(told) == bool(less)
+    if less:
+        assert told[0].startswith(f"{', '.join(dict.fromkeys(row.cls for row in less))}: ")
+        full = create_unified_attention_fusion(make().train(), FULL, AGGRESSIVE).fusion_report
+        assert {(row.fqn, row.ops) for row in less} <= {(row.fqn, row.ops) for row in full.replaced}
+        assert not any("optimize fuses it" in effect for effect in full.effects)
 
 
 def test_refusals_advise_what_works():

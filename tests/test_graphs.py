@@ -478,6 +478,32 @@ def test_hooks_inside_a_block_are_called_each_time(how, when, monkeypatch):
     assert len(seen) == 6 and _record(model).recorded == 3
 
 
+@pytest.mark.parametrize("how", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_hooks_of_all_modules_are_called_each_time(how, monkeypatch):
+    """Profilers register such hooks: while they are on, blocks that are recorded run as before."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    model, plain, seen = tilesmith.optimize(_stack(), graphs=True), _stack(), []
+    x = torch.randn(2, 8, requires_grad=True)
+    _step(_warmed(model, x), x)
+    assert _record(model).replays == 3
+    model.zero_grad()
+    register = getattr(nn.modules.module, f"register_module_{how}_hook")
+    hook = register(lambda module, *_: seen.append(module))
+    try:
+        for step in range(2):
+            x = torch.randn(2, 8, requires_grad=True)
+            y = _step(model, x)
+            assert sum(module is model.blocks[1].linear for module in seen) == step + 1
+            torch.testing.assert_close(y, _step(plain, x))
+    finally:
+        hook.remove()
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 3
+    assert "Blocks ran unrecorded 6 times: hooks of all modules are on" in model.tilesmith_report.full()
+    _step(model, x)
+    assert _record(model).replays == 6
+
+
 def test_a_forward_put_on_a_module_inside_is_called_each_time(monkeypatch):
     monkeypatch.setattr(graphs, "RECORDER", Operators)
     model, seen = tilesmith.optimize(_stack(), graphs=True), []

@@ -88,12 +88,7 @@ def command(
             refuse("plot saved results, or measure; not both at once")
         _saved(results, plot)
         return
-    if zoo is not None and (sweep is not None or tag or case):
-        refuse("--zoo draws the calls; --sweep, --tag and --case choose others: leave them out")
-    if decode and zoo is None:
-        refuse("--decode belongs to --zoo SEED")
-    if plot is not None and sweep is None:
-        refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
+    _check_together(zoo, decode, sweep, bool(tag or case), plot)
     from tilesmith.bench.document import save as write
     from tilesmith.bench.subjects import cases_of, providers_of
 
@@ -132,6 +127,16 @@ def command(
             _plot(found, plot)
     if as_json:
         print_json(documents)
+
+
+def _check_together(zoo: int | None, decode: bool, sweep: str | None, chosen: bool, plot: Path | None) -> None:
+    """Refuse options that contradict each other or lack the one that they belong to. chosen: by --tag or --case."""
+    if zoo is not None and (sweep is not None or chosen):
+        refuse("--zoo draws the calls; --sweep, --tag and --case choose others: leave them out")
+    if decode and zoo is None:
+        refuse("--decode belongs to --zoo SEED")
+    if plot is not None and sweep is None:
+        refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
 
 
 def _op(name: str, sweep: str | None, measure: dict[str, Any], tag: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ NAMES = {
     "torch._C._stash_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
     "torch.utils._python_dispatch.TorchDispatchMode": "launchers are not replayed; doctor cannot watch a call",
     "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed",
+    "torch.nn.modules.module._has_any_global_hook": "blocks and tokens that were recorded are not replayed",
     "torch._foreach_mul": "gradients that CUDA graphs compute are copied one by one",
     "torch._addmm_activation": "products with relu or gelu behind them take two calls",
     "torch.cuda._sleep": "timings queue reads of memory in front of what they time",
@@ -165,6 +166,9 @@ graph_is_kept: Callable[[], bool] = _get("torch._C._autograd._get_current_graph_
 
 saved_tensors_hooks: Callable[[bool], Any] = _get("torch._C._autograd._top_saved_tensors_default_hooks", _always)
 """The hooks that tensors saved now would pass, None if there are none. The argument is PyTorch's own, False here."""
+
+hooks_of_all_modules: Callable[[], Any] = _get("torch.nn.modules.module._has_any_global_hook", _always)
+"""Whether calls of every module are told to somebody, as by `register_module_forward_hook`."""
 
 
 # devices --------------------------------------------------------------------------------------------------------------

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Out = TypeVar("Out")
+
+
+class Recorder(Protocol):
+    """What records: `CudaRecorder`, or a test's."""
+
+    def missing(self, device: torch.device) -> str: ...
+    def busy(self) -> bool: ...
+    def warm(self, fn: Callable[[], Any]) -> Any: ...
+    def record(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]: ...
+    def random_state(self, device: torch.device) -> Tensor: ...
+    def restore(self, device: torch.device, state: Tensor) -> None: ...
+    def memory(self) -> int: ...
 
 
 class CudaRecorder:
@@ -87,3 +99,13 @@ class CudaRecorder:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         return self._stream
+
+
+@contextlib.contextmanager
+def uncached_autocast(kind: str) -> Iterator[None]:
+    """The autocast that is on, without its cache of casts: what one graph casts another must not look for."""
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False):
+        yield

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.models.blocks import Call
-from tilesmith.models.recorded import Foreign, Identity, Link, Recorded, flatten, watched
+from tilesmith.models.recorded import Recorded, watched
+from tilesmith.models.recorded_calls import Foreign, Link, flatten
+from tilesmith.models.recorded_tensors import Identity
 
 
 def single(block: nn.Module, plain: Call, spec: Any, shapes: tuple, state: tuple) -> Link:

@@ -23,8 +23,9 @@ from tilesmith.engine.choice import pins
 from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
-from tilesmith.models.reach import observed
-from tilesmith.models.recorded import CannotRecord, Foreign, Link, Memory, Recorded, flatten
+from tilesmith.models.reach import all_observed, observed
+from tilesmith.models.recorded import CannotRecord, Memory, Recorded
+from tilesmith.models.recorded_calls import Foreign, Link, flatten
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
@@ -189,7 +190,7 @@ class Graphs:
             return "it has hooks"
         if torch_private.saved_tensors_hooks(False) is not None and not _checkpoints(block):
             return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
-        return observer()
+        return all_observed() or observer()
 
     def _entry(self, block: nn.Module, call: Link, leaves: list[Tensor]) -> tuple[Recorded | None, str]:
         """The recording that serves a call and those behind it, or why there is none."""

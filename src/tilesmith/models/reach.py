@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine import ops as declared
+from tilesmith.engine import torch_private
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
-from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.rewrite import CALLS
 
 
@@ -20,7 +20,7 @@ def reaches(op: str, x: Tensor) -> bool:
     return reaches_device(op, x.device.type)
 
 
-@constant_in_graphs
+@torch_private.constant_in_graphs
 def reaches_device(op: str, kind: str) -> bool:
     """The same for the devices of a type."""
     return bool(pinned(op)) or _has_kernel(op, kind)
@@ -30,6 +30,13 @@ def observed(module: nn.Module) -> bool:
     """Whether somebody sees or changes what `module` takes and returns; an op in its place would not tell them."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in module.__dict__
+
+
+def all_observed() -> str:
+    """Why nothing is replayed from a recording, which calls no module; "" where no hooks of all modules are on."""
+    if not torch_private.hooks_of_all_modules():
+        return ""
+    return "hooks of all modules are on (torch.nn.modules.module.register_module_forward_hook and alike)"
 
 
 def ran(module: nn.Module, op: str) -> None:

@@ -1,4 +1,4 @@
-"""Forward and backward of blocks for one shape, recorded: the memory they read and write, and when they may run.
+"""Forward and backward of blocks for one shape, recorded: what they compute, and when they may run.
 
 A replay writes where the recording wrote. So what a replay would overwrite must not be needed any more: a recording
 whose forward awaits its backward is not replayed, nor is one that was recorded before such a one, since a later
@@ -9,102 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import repeat
-from operator import contains, itemgetter
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tilesmith.engine import torch_private
-from tilesmith.models.attention.masks import KeyMask
-from tilesmith.models.blocks import Call
+from tilesmith.models.capture import Recorder, uncached_autocast
+from tilesmith.models.fingerprint import Fingerprint
+from tilesmith.models.recorded_calls import Link, flatten, rebuild
+from tilesmith.models.recorded_tensors import Identity, Slot
 
 _WARM_RUNS = 2
-_INHERITED = frozenset(nn.Module().__dict__) - {"training"}
-_FORWARD = repeat("forward")  # what `observed` looks for among the attributes of an instance
-_CONSTANT = (type(None), bool, int, float, str, torch.dtype, torch.device)
-
-
-class Foreign(Exception):
-    """An argument holds state of its own, such as a cache; the message is its class."""
 
 
 class CannotRecord(Exception):
     """A replay of the block would not be what the block does."""
-
-
-class Recorder(Protocol):
-    """What records: `CudaRecorder`, or a test's."""
-
-    def missing(self, device: torch.device) -> str: ...
-    def busy(self) -> bool: ...
-    def warm(self, fn: Callable[[], Any]) -> Any: ...
-    def record(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]: ...
-    def random_state(self, device: torch.device) -> Tensor: ...
-    def restore(self, device: torch.device, state: Tensor) -> None: ...
-    def memory(self) -> int: ...
-
-
-def flatten(value: Any, leaves: list[Tensor]) -> Any:
-    """Append the tensors of `value` to `leaves`; returns the rest of it, hashable, for `rebuild`. Raises Foreign."""
-    if isinstance(value, Tensor):
-        leaves.append(value)
-        return ("tensor", len(leaves) - 1)
-    if isinstance(value, _CONSTANT):
-        return ("constant", type(value), value)
-    if type(value) in (tuple, list):
-        return (type(value).__name__, tuple(flatten(item, leaves) for item in value))
-    if type(value) is dict:
-        return ("dict", tuple((name, flatten(item, leaves)) for name, item in value.items()))
-    if isinstance(value, KeyMask):
-        tensors = flatten((value.lengths, value.documents), leaves)
-        return ("mask", (value.sizes, value.where, value.causal, value.window), tensors)
-    raise Foreign(type(value).__name__)
-
-
-def rebuild(spec: Any, leaves: list[Tensor]) -> Any:
-    """The value that `flatten` took apart, with these tensors."""
-    kind, *rest = spec
-    if kind == "tensor":
-        return leaves[rest[0]]
-    if kind == "constant":
-        return rest[1]
-    if kind == "mask":
-        return KeyMask(*rest[0], *rebuild(rest[1], leaves))
-    if kind == "dict":
-        return {name: rebuild(item, leaves) for name, item in rest[0]}
-    made = [rebuild(item, leaves) for item in rest[0]]
-    return tuple(made) if kind == "tuple" else made
-
-
-class Identity:
-    """A tensor as it is now, without keeping it."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor, self._version = weakref.ref(tensor), tensor._version
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether it is this one, and nobody has written to it since."""
-        return self.tensor() is tensor and self._version == tensor._version
-
-
-class _Slot:
-    """A buffer for a tensor that several blocks are given, such as the angles of a rotation: filled once for all."""
-
-    def __init__(self, source: Tensor):
-        self.buffer = torch.empty_like(source)
-        self.fill(source)
-
-    def fill(self, source: Tensor) -> None:
-        self.buffer.copy_(source)
-        self._source = Identity(source)
-
-    def holds(self, tensor: Tensor) -> bool:
-        return self._source.holds(tensor)
 
 
 class Memory:
@@ -115,7 +36,7 @@ class Memory:
         self.recordings: weakref.WeakSet[Recorded] = weakref.WeakSet()
         self.waiting: dict[int, Recorded] = {}  # by number: those whose forward awaits its backward
         self.count = 0
-        self.slots: weakref.WeakSet[_Slot] = weakref.WeakSet()
+        self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self.results: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def bytes(self) -> int:
@@ -123,11 +44,11 @@ class Memory:
         own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for r in self.recordings for t in r.buffers}
         return self.recorder.memory() + sum(own.values())
 
-    def slot(self, tensor: Tensor) -> _Slot:
+    def slot(self, tensor: Tensor) -> Slot:
         """The slot that holds `tensor`, or a new one."""
         found = next((slot for slot in self.slots if slot.holds(tensor)), None)
         if found is None:
-            found = _Slot(tensor)
+            found = Slot(tensor)
             self.slots.add(found)
         return found
 
@@ -142,32 +63,6 @@ class Ticket:
     def __init__(self) -> None:
         self.served, self.done, self.spoiled = 1, False, False
         self.between: list[tuple[int, Identity]] = []
-
-
-@dataclass(frozen=True)
-class Link:
-    """A call of one block among those that are recorded together.
-
-    plain, spec: what runs it, and its arguments without their tensors. shapes: what these are like. state: what else
-    its kernels depend on. sources: where each tensor comes from: (True, i) is the i-th that the link before returned,
-    (False, i) the i-th that the first link is given.
-    """
-
-    block: weakref.ref[nn.Module]
-    plain: Call
-    spec: Any
-    shapes: tuple
-    state: tuple
-    sources: tuple[tuple[bool, int], ...]
-
-    @property
-    def key(self) -> tuple:
-        """What calls of the block have in common with this one."""
-        return self.plain, self.spec, self.shapes, self.state
-
-    def given(self, first: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-        """What this link is given, of what the first is given and the one before returned."""
-        return [(before if behind else first)[place] for behind, place in self.sources]
 
 
 class Recorded:
@@ -188,7 +83,7 @@ class Recorded:
             for parameter in _trained(link):
                 homes.setdefault(parameter, place)
         self._parameters = list(homes)
-        self._slots: list[_Slot | None] = []
+        self._slots: list[Slot | None] = []
         self._inputs: list[Tensor] = []
         with torch.no_grad():
             for leaf in leaves:
@@ -431,63 +326,6 @@ class _Replay(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Replay).apply
 
 
-class Fingerprint:
-    """What a recording took from a block: where its tensors lie, its modules and their plain attributes. Modules inside
-    had no hooks, since a replay calls none."""
-
-    def __init__(self, block: nn.Module):
-        modules = list(block.modules())
-        places = [m._parameters for m in modules] + [m._buffers for m in modules]
-        self._tensors = [(d, n, t, *_place(t)) for d in places for n, t in d.items() if t is not None]
-        self._children = [(m._modules, dict(m._modules)) for m in modules if m._modules]
-        self._childless = [m._modules for m in modules if not m._modules]
-        self._hooks = [hooks for m in modules[1:] for hooks in _hooks(m)]
-        self._handles = RemovableHandle.next_id
-        self._inside = [m.__dict__ for m in modules[1:]]
-        plain = [(m.__dict__, _plain_attributes(m)) for m in modules]
-        self._readers = [(d, itemgetter(*v)) for d, v in plain if v]
-        self._values = [itemgetter(*v)(v) for _, v in plain if v]
-
-    def changed(self) -> bool:
-        for holder, name, tensor, address, needs in self._tensors:
-            if holder.get(name) is not tensor or tensor.data_ptr() != address or tensor.requires_grad is not needs:
-                return True
-        for now, before in self._children:
-            if now != before:
-                return True
-        # Hundreds of dicts: they are looked through only if a hook was registered somewhere since.
-        if RemovableHandle.next_id != self._handles:
-            if any(self._hooks):
-                return True
-            self._handles = RemovableHandle.next_id
-        if any(self._childless) or any(map(contains, self._inside, _FORWARD)):
-            return True
-        try:
-            return [read(holder) for holder, read in self._readers] != self._values
-        except KeyError:  # an attribute is gone
-            return True
-
-
-def _hooks(module: nn.Module) -> tuple[dict, ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def _place(tensor: Tensor) -> tuple[int, bool]:
-    return tensor.data_ptr(), tensor.requires_grad
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are numbers, strings or flags, or lists and dicts of them."""
-    found = {}
-    for name, value in module.__dict__.items():
-        kind = type(value)
-        inner = value.values() if kind is dict else value if kind in (list, tuple) else [value]
-        own = name not in _INHERITED and not name.startswith("_tilesmith")
-        if own and all(isinstance(v, bool | int | float | str) for v in inner):
-            found[name] = kind(value) if kind in (list, dict) else value
-    return found
-
-
 @contextlib.contextmanager
 def _own_saved_tensors() -> Iterator[None]:
     """Keep what a forward saves from hooks that are on around it: checkpointing would count it as the block's."""
@@ -495,14 +333,4 @@ def _own_saved_tensors() -> Iterator[None]:
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved):
-        yield
-
-
-@contextlib.contextmanager
-def uncached_autocast(kind: str) -> Iterator[None]:
-    """The autocast that is on, without its cache of casts: what one graph casts another must not look for."""
-    if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False):
         yield

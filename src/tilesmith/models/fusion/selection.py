@@ -18,6 +18,7 @@ from tilesmith.models.optimization import RECORDED, RULES, Withheld
 
 LEVELS = ("conservative", "balanced", "aggressive")  # each has what the levels before it have
 FULL = "full_block"
+_DROPPED_SUM = "add_norm:dropout"
 
 
 class Piece(NamedTuple):
@@ -34,13 +35,13 @@ def _declared(rule: type[rewrite.Rule]) -> Piece:
 
 
 # What fusion does besides the rules: "layer:x" is the part x of torch's own layers; "rope:norm" are norms of queries
-# and keys in one op with the rotation; "add_norm:dropout" are dropouts in one op with the sum and the norm.
+# and keys in one op with the rotation; `_DROPPED_SUM` are dropouts in one op with the sum and the norm.
 _BESIDES = (
     Piece("rope:norm", "attention", "balanced"),
     Piece("layer:attention", "attention", "balanced"),
     Piece("layer:feed_forward", "ffn", "balanced"),
     Piece("layer:dropout", "norm", "aggressive"),
-    Piece("add_norm:dropout", "norm", "aggressive"),
+    Piece(_DROPPED_SUM, "norm", "aggressive"),
     Piece("pack", "attention", "aggressive"),
     Piece("pack", "ffn", "aggressive"),
 )
@@ -88,8 +89,8 @@ class Selection:
     def reasons(self, report: rewrite.Report, names: Collection[str]) -> list[str]:
         """Why a model has nothing for these pieces, which the level adds."""
         names, told = set(names), {}
-        if "add_norm:dropout" in names and "add_norm" not in names:
-            names.remove("add_norm:dropout")
+        if _DROPPED_SUM in names and "add_norm" not in names:
+            names.remove(_DROPPED_SUM)
             told["add_norm: no sum that goes into a norm adds what an active dropout returns"] = None
         rules = {name.partition(":")[0] for name in names}
         rows = [row for row in report.rows if row.rule in rules and not row.reason.endswith(self.elsewhere)]
@@ -101,6 +102,25 @@ class Selection:
         if none and not ours:
             told[f"no module is one that {', '.join(none)} looks for"] = None
         return list(told)
+
+    @property
+    def _without_dropouts(self) -> str:
+        """Why sums that go into norms are fused without the dropouts of what they add; "" if they are not."""
+        why = next(self.left_out(piece) for piece in _BESIDES if piece.name == _DROPPED_SUM)
+        return f"the dropout is {why}" if why and AddNormRule.name in self.names() else ""
+
+    def dropouts_left(self, report: rewrite.Report) -> tuple[str, ...]:
+        """A sentence on the dropouts that `optimize` fuses with sum and norm and this level does not, if there are
+        any."""
+        why = self._without_dropouts
+        left = dict.fromkeys(row.cls for row in report.skipped if why and row.reason.endswith(why))
+        if not left:
+            return ()
+        return (
+            f"{', '.join(left)}: the dropout before a sum and a norm stays a call of its own, since one op of all "
+            "three draws other random numbers than PyTorch; optimize fuses it, and so does "
+            "create_unified_attention_fusion at OptimizationLevel.AGGRESSIVE.",
+        )
 
     @property
     def pack_kind(self) -> str | None:
@@ -124,7 +144,7 @@ class Selection:
 
     def _made(self, rule: type[rewrite.Rule]) -> rewrite.Rule:
         if rule is AddNormRule:
-            return AddNormRule(drops="add_norm:dropout" in self.names())
+            return AddNormRule(drops=_DROPPED_SUM in self.names())
         if rule is RotaryRule:
             return RotaryRule(norms="rope:norm" in self.names())
         return GatedMlpRule(recompute=self.memory) if rule is GatedMlpRule else rule()
@@ -132,8 +152,8 @@ class Selection:
     def _sums_and_layers(self) -> Iterator[rewrite.Rule]:
         """torch's layers, after the norms that they hold, and what is left out of them and of dropped sums."""
         reasons = {piece.name: self.left_out(piece) for piece in _BESIDES}
-        if "add_norm" in self.names() and reasons["add_norm:dropout"]:
-            yield LeftOut(AddNormRule(), f"the dropout is {reasons['add_norm:dropout']}", more=True)
+        if self._without_dropouts:
+            yield LeftOut(AddNormRule(), self._without_dropouts, more=True)
         parts = {name.partition(":")[2]: why for name, why in reasons.items() if name.startswith("layer:")}
         selected = [part for part, why in parts.items() if not why]
         if selected:
@@ -168,7 +188,7 @@ def names_of(row: rewrite.Row) -> set[str]:
     if "rms_norm_rope" in row.ops:
         return {"rope", "rope:norm"}
     if row.rule == AddNormRule.name and dropouts.OP in row.ops:
-        return {"add_norm", "add_norm:dropout"}
+        return {"add_norm", _DROPPED_SUM}
     if row.rule != LayerRule.name:
         return {row.rule}
     by_op = {"attention": "attention", "linear_act": "feed_forward", "dropout_add_norm": "dropout"}

@@ -48,7 +48,8 @@ class OptimizationLevel(enum.Enum):
         torch's encoder and decoder layers (activation in the first product), the loss without logits. Attention that
         drops weights draws other random numbers than PyTorch's.
     AGGRESSIVE: besides, what moves memory or draws other random numbers: weights that multiply one tensor are moved
-        into one storage for one product (q, k, v; gate, up); dropouts go into one op with sum and norm.
+        into one storage for one product (q, k, v; gate, up); dropouts go into one op with sum and norm, which
+        `optimize` does, too.
     """
 
     CONSERVATIVE = "conservative"
@@ -302,6 +303,7 @@ def _said(model: nn.Module, config: FusionConfig, report: rewrite.Report) -> tup
     elif not any(row.rule in ("loss", "mlp") for row in report.replaced):
         told.append("enable_memory_optimization has nothing to do: there is no loss and no gated MLP here.")
     selection = _selection(config)
+    told += selection.dropouts_left(report)
     if "pack" not in selection.names():
         told += could_be_packed(model, selection.pack_kind)
     return tuple(told)

@@ -19,12 +19,12 @@ from tilesmith.engine.choice import pins
 from tilesmith.models.blocks import observer
 from tilesmith.models.cache_argument import CACHE_NAMES, cache_name
 from tilesmith.models.capture import CudaRecorder
-from tilesmith.models.generation.recording import RecordedSteps, Recorder
+from tilesmith.models.generation.recording import RecordedSteps, StepRecorder
 from tilesmith.models.generation.scores import StaticProcessor, stand_in
 from tilesmith.models.generation.step import TokenState
-from tilesmith.models.reach import observed
+from tilesmith.models.reach import all_observed, observed
 
-RECORDER: Callable[[], Recorder] = CudaRecorder
+RECORDER: Callable[[], StepRecorder] = CudaRecorder
 LOOK_EVERY = 8
 """Steps between two looks at whether rows are left. The device is at most twice as many steps ahead of a look."""
 MOST_KINDS = 2
@@ -96,7 +96,7 @@ class Decoding:
         device = next(model.parameters()).device
         if torch.compiler.is_compiling():
             return "it is being compiled"
-        found = observer() or _of_config(generation_config, synced_gpus)
+        found = all_observed() or observer() or _of_config(generation_config, synced_gpus)
         if found:
             return found
         missing = self._recorder.missing(device) or ("somebody records it" if self._recorder.busy() else "")

@@ -11,26 +11,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tilesmith.models.capture import Recorder, uncached_autocast
+from tilesmith.models.fingerprint import Fingerprint
 from tilesmith.models.generation.cache import StaticLayers
 from tilesmith.models.generation.scores import StaticProcessor
 from tilesmith.models.generation.step import TokenState, choose, token_step
-from tilesmith.models.recorded import Fingerprint, uncached_autocast
 
 _WARM_STEPS = 2
 """Steps that run as they are before one is recorded: kernels are compiled and libraries set up. They are tokens too."""
 
 
-class Recorder(Protocol):
+class StepRecorder(Recorder, Protocol):
     """What records a step: `CudaRecorder`, or a test's."""
 
-    def missing(self, device: torch.device) -> str: ...
-    def busy(self) -> bool: ...
-    def warm(self, fn: Callable[[], Any]) -> Any: ...
-    def record(self, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]: ...
     def fetch(self, tensor: Tensor) -> Callable[[], list[int]]: ...
-    def random_state(self, device: torch.device) -> Tensor: ...
-    def restore(self, device: torch.device, state: Tensor) -> None: ...
-    def memory(self) -> int: ...
 
 
 class RecordedSteps:
@@ -45,7 +39,7 @@ class RecordedSteps:
     def __init__(
         self,
         model: nn.Module,
-        recorder: Recorder,
+        recorder: StepRecorder,
         cache: Any,
         state: TokenState,
         processors: Sequence[StaticProcessor],
