@@ -97,6 +97,7 @@ def main() -> None:
         if by_torchs:
             tilesmith.register_for_sdpa()
             torch.nn.attention.activate_flash_attention_impl("tilesmith")
+            torch.backends.cuda.enable_cudnn_sdp(False)  # PyTorch's first choice on some GPUs
             more["parallelism_config"] = ParallelismConfig(cp_size=int(os.environ["WORLD_SIZE"]))
             trainer = by_torch(tiny_model(), settings(folder, **more))
         else:
