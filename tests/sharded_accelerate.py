@@ -142,3 +142,13 @@ def check_trainer(mesh):
                 found = example()["losses"](trainer)
             assert trainer.accelerator.is_fsdp2 and len(found) == 3
             torch.testing.assert_close(torch.tensor(found), expected, msg=lambda text, w=way: f"{w}: {text}")
+
+
+def check_trainer_with_autocast(mesh):
+    """`bf16` and DDP, with `shard_sequence`: losses of one process under autocast."""
+    with as_launched(mesh), tempfile.TemporaryDirectory() as folder:
+        trainer = example()["by_tilesmith"](example()["tiny_model"](), example()["settings"](folder, bf16=True))
+        found = example()["losses"](trainer)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = example()["alone"](example()["tiny_model"]())
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=0)
