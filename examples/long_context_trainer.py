@@ -64,7 +64,7 @@ def by_tilesmith(model, arguments) -> Trainer:
 
 def by_torch(model, arguments) -> Trainer:
     """The ranks share each sequence by torch's; `arguments` have FSDP2 and a cp_size."""
-    tilesmith.optimize(model, exclude="attention")  # torch shards calls of its own attention only
+    tilesmith.optimize(model, exclude="attention")  # with cp_size, Trainer takes PyTorch's alone
     return Trainer(model, arguments, train_dataset=rows())
 
 

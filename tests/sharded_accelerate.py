@@ -12,16 +12,20 @@ import os
 import runpy
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.tensor.experimental import context_parallel
 
 import tilesmith
 from optimize_models import build
 from ranks import ROOT
+from tilesmith.engine import use
+from tilesmith.models.attention.interface import attention_forward
 from tilesmith.models.attention.sdpa import _Activation
 
 example = functools.cache(lambda: runpy.run_path(str(ROOT / "examples" / "long_context_trainer.py")))
@@ -91,12 +95,14 @@ def _compare(loss, model, one):
 
 
 def check_torchs_context_parallel_in_accelerate(mesh):
-    """The guide's loop: `maybe_context_parallel` around a step, with and without `optimize`."""
-    for optimized in (False, True):
-        with as_launched(mesh), as_on_gpus():
+    """The guide's loop: `maybe_context_parallel` around a step, without `optimize`, with it, and with its attention
+    where kernels of ours are, which leaves the call to torch."""
+    for optimized in (None, {"exclude": "attention"}, {}):
+        served = use(attention="reference") if optimized == {} else contextlib.nullcontext()
+        with as_launched(mesh), as_on_gpus(), served:
             accelerator, one, model = _accelerator(mesh), build("llama"), build("llama", attention="sdpa")
-            if optimized:
-                tilesmith.optimize(model, exclude="attention")
+            if optimized is not None:
+                tilesmith.optimize(model, **optimized)
             model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
             ids, labels = _batch()
             labels = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -112,6 +118,17 @@ def check_torchs_context_parallel_in_accelerate(mesh):
             whole = loss.detach().clone()
             dist.all_reduce(whole)
             _compare(whole / mesh.size(), model, one)
+
+
+def check_what_torchs_context_parallel_does_not_share(mesh):
+    """Nothing that a model gives its attention beside queries, keys and values is dropped without a word."""
+    module, q = torch.nn.Identity(), torch.randn(1, 2, 8, 16)
+    with as_launched(mesh), as_on_gpus(), context_parallel(mesh, buffers=[torch.zeros(8)], buffer_seq_dims=[0]):
+        for named in ({"softcap": 2.0}, {"s_aux": torch.zeros(2)}):
+            with pytest.raises(ValueError, match=f"Identity gives its attention {next(iter(named))}, which torch's"):
+                attention_forward(module, q, q, q, None, **named)
+        with pytest.raises(ValueError, match="Identity gives its attention attention_mask, which torch's"):
+            attention_forward(module, q, q, q, torch.ones(1, 1, 8, 8, dtype=torch.bool))
 
 
 def check_shard_sequence_in_accelerate(mesh):
