@@ -16,6 +16,7 @@ from tilesmith.distributed.ring import Ring
 from tilesmith.engine.argument_checks import tensor
 from tilesmith.engine.arguments import shown
 from tilesmith.ops.attn.checks import check_shapes
+from tilesmith.ops.attn.op import attention_op
 
 LAYOUTS = ("zigzag", "contiguous")
 NAME = "context_parallel_attention"
@@ -37,12 +38,10 @@ def checked_shards(ring: Ring, *each: Sequence[Tensor]) -> dict[int, tuple[Tenso
             raise ValueError(
                 f"{NAME}: a rank's queries and keys are the same tokens; got {q.shape[2]} and {k.shape[2]}"
             )
+        q, k, v = attention_op._autocast((q, k, v))  # rotation leaves q and k in fp32 beside a v that a product cast
         for name, x in (("k", k), ("v", v)):
             if x.dtype != q.dtype:
                 raise TypeError(f"{NAME}: {name} has dtype {x.dtype} and q {q.dtype}; give q, k and v one dtype")
-        kind = q.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype in (torch.float32,):
-            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         shards[r] = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return shards
 

@@ -11,11 +11,13 @@ import copy
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilesmith import ops
@@ -81,12 +83,15 @@ def attention_forward(
     if query.shape[0] != key.shape[0]:
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+    shared = _shared_by_torch()
+    if shared:
+        _refuse_beside_torchs(module, attention_mask=attention_mask, softcap=softcap or None, s_aux=s_aux)
     if isinstance(attention_mask, KeyMask):
         other = tuple(attention_mask.shape[2:]) != (query.shape[2], key.shape[2])
         if other or not reaches("attention", query):
             attention_mask = attention_mask.tensor()
-    if kwargs.get("cache") is not None or not (reaches("attention", query) or softcap or s_aux is not None):
-        # Pages of transformers' own, or no kernel of ours here while PyTorch has one.
+    if shared or kwargs.get("cache") is not None or not (reaches("attention", query) or softcap or s_aux is not None):
+        # Keys of other ranks, pages of transformers' own, or no kernel of ours here while PyTorch has one.
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         more = {**kwargs, "position_bias": position_bias}
@@ -122,6 +127,21 @@ def attention_forward(
         kv_lengths=lengths,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _shared_by_torch() -> bool:
+    """Whether torch's context_parallel is on: its stand-in for PyTorch's attention alone sees other ranks' keys."""
+    function = F.scaled_dot_product_attention  # a builtin, unless somebody has replaced it
+    return isinstance(function, types.FunctionType) and function.__module__.startswith("torch.distributed.")
+
+
+def _refuse_beside_torchs(module: nn.Module, **given: Any) -> None:
+    name = next((n for n, x in given.items() if x is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"{type(module).__name__} gives its attention {name}, which torch's context_parallel does not share among "
+            "ranks: use tilesmith.shard_sequence, or leave masks out"
+        )
 
 
 def _own_attention(
