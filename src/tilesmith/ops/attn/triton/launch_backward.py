@@ -22,7 +22,7 @@ from tilesmith.ops.attn.triton.backward import (
     _attention_dsinks_kernel,
     _attention_stats_kernel,
 )
-from tilesmith.ops.attn.triton.launch import block_lists, bounds_of, call_tensors, describe, rejects, sizes, tma_of
+from tilesmith.ops.attn.triton.launch import block_lists, bounds_of, call_tensors, describe, rejects_vjp, sizes, tma_of
 from tilesmith.ops.attn.triton.tiles import LOG2E
 
 KERNELS = {
@@ -60,7 +60,7 @@ def _tells(call, *, config: AttentionVjpConfig, arch) -> list[str]:
     return _plan(call, call.out if call.dout is None else call.dout, arch, config).lines()
 
 
-@register_kernel("attention_vjp", backend="triton", rank=20, rejects=rejects, tells=_tells)
+@register_kernel("attention_vjp", backend="triton", rank=20, rejects=rejects_vjp, tells=_tells)
 @optimize_kernel(space=ATTENTION_VJP_SPACE)
 @attention_vjp_arguments
 def attention_vjp(call, *, config: AttentionVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
