@@ -6,6 +6,9 @@ import torch
 import tilesmith
 from tilesmith.hardware.detect import arch_named
 from tilesmith.ops import Mask, Score
+from tilesmith.ops.attn.plan.configs import AttentionVjpConfig
+from tilesmith.ops.attn.plan.shape import Shape
+from tilesmith.ops.attn.plan.triton import triton_backward
 from tilesmith.ops.attn.plan.triton_configs import default_backward, default_forward
 
 pytestmark = pytest.mark.usefixtures("needs_triton")
@@ -86,3 +89,28 @@ def test_tiles_fit_shared_memory(arch):
     assert 1024 * (3 * queries + 2 * keys) <= arch.shared_memory
     assert 2048 * (backward.dq_block_m + backward.dq_block_n) <= arch.shared_memory
     assert 1024 * (forward.block_m + forward.block_n) <= arch.shared_memory
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90", "gfx942"])
+@pytest.mark.parametrize("way", ["causal", "packed", "documents", "lengths", "dense_mask"])
+def test_prefill_on_latent_keys_is_split(way, arch):
+    """Absorbed MLA with as many queries as keys, which no kernel of tiles of one head reads."""
+    told = _told(way, arch, False, (576, 512))
+    assert ("-> reference" if way == "packed" else "-> triton_split") in told.splitlines()[0], told
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+def test_narrower_prefills_are_not_split(arch):
+    assert "-> triton_split" not in _told("causal", arch, False, (512, 512))
+    assert "-> triton_split" not in _told("causal", arch, False, (512, 512), keys=3 * T)
+
+
+@pytest.mark.parametrize(("dim", "itemsize"), [(256, 4), (512, 2), (512, 4)])
+def test_tiles_of_a_broadcast_bias_fit_shared_memory(dim, itemsize):
+    """As compiled for sm90, q, k, v and dout of a tile lie in shared memory at a time in fp32, half of them in bf16."""
+    s = Shape(1, 2, 2, T, T, dim, dim, itemsize, itemsize, bias=(1, 1, 1, T), wants=(True,) * 4 + (False,))
+    plan = triton_backward(s, arch_named("sm90"), AttentionVjpConfig(32, 32, 8, 1, 32, 32, 8, 1), itemsize == 4)
+    (step,) = (step for step in plan.steps if step.kernel == "_attention_dbias_kernel")
+    rows = 2 * (step.constants["BLOCK_M"] + step.constants["BLOCK_N"])
+    assert rows * dim * itemsize <= arch_named("sm90").shared_memory
+    assert step.grid == (T // step.constants["BLOCK_N"],)

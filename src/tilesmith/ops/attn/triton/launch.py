@@ -145,9 +145,15 @@ def _wide_reasons(call) -> list[str]:
     if arch.shared_memory < least:
         has = f"{arch.name} has {arch.shared_memory // 1024}"
         reasons.append(f"head dims above 256 need {least // 1024} KB of shared memory, {has}")
+    return reasons + few_registers(arch)
+
+
+def few_registers(arch: Any) -> list[str]:
+    """Why a GPU's threads cannot hold rows of head dims above 256: as compiled for gfx1100, 147 registers and more
+    spill."""
     if arch.kind == "hip" and arch.warp == 32:
-        reasons.append(f"head dims above 256 need 512 registers a thread, {arch.name} has 256")
-    return reasons
+        return [f"head dims above 256 need 512 registers a thread, {arch.name} has 256"]
+    return []
 
 
 def rejects_vjp(call) -> list[str]:
