@@ -82,7 +82,7 @@ def test_dropout_under_a_mask_is_refused_only_to_gradients_of_little_room():
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90", "sm120"])
 def test_tiles_fit_shared_memory(arch):
     arch = arch_named(arch)
-    dims = {"dim": 512, "value_dim": 512, "tokens": T, "keys": T, "drawn": 1, "rows": H, "causal": 1}
+    dims = {"dim": 512, "value_dim": 512, "tokens": T, "drawn": 1, "documents": 1}
     forward, backward = (f(dims, arch, torch.bfloat16) for f in (default_forward, default_backward))
     queries, keys = backward.dkv_block_m, backward.dkv_block_n
     # as compiled offline for sm80 and sm89: queries and their gradients, one of them once more; keys and values
@@ -114,3 +114,10 @@ def test_tiles_of_a_broadcast_bias_fit_shared_memory(dim, itemsize):
     rows = 2 * (step.constants["BLOCK_M"] + step.constants["BLOCK_N"])
     assert rows * dim * itemsize <= arch_named("sm90").shared_memory
     assert step.grid == (T // step.constants["BLOCK_N"],)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+@pytest.mark.parametrize(("way", "queries"), [("packed", 16), ("documents", 16), ("dropout", 16), ("bias", 32)])
+def test_gradients_of_documents_walk_few_queries_at_a_time(way, queries, arch):
+    """With 32 of them the sums' own registers spill."""
+    assert f"dk and dv in tiles of 32 keys and {queries} queries" in _told(way, arch, True)

@@ -33,9 +33,16 @@ KERNELS = {
     "_attention_dsinks_kernel": _attention_dsinks_kernel,
 }
 
+
+def _sizes(call) -> dict[str, int]:
+    """`sizes`, and whether there are documents, 8 or 1."""
+    documents = call.cu_seqlens_q is not None or call.q_documents is not None
+    return {**sizes(call), "documents": 8 if documents else 1}
+
+
 ATTENTION_VJP_SPACE = Space(
     default=default_backward,
-    dims=attention_vjp_arguments(sizes),
+    dims=attention_vjp_arguments(_sizes),
     fit=fit_tile_backward,
     choices={
         "dkv_block_m": (32, 64, 128), "dkv_block_n": (64, 128), "dkv_warps": (4, 8), "dkv_stages": (1, 2, 3),
