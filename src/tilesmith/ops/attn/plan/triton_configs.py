@@ -109,8 +109,8 @@ def default_backward(dims, arch, dtype) -> AttentionVjpConfig:
     elif dtype != torch.float32 and wide <= 128:
         config = AttentionVjpConfig(32, 64, 4, stages, 64, 32, 4, stages)
     if wide > 256 and dims["documents"] > 1 and arch.kind == "cuda" and dtype != torch.float32:
-        # registers spilled, compiled for sm80 and sm90, with 16 and 32 queries: packed 274 and 1,449, 231 and 501; by ids
-        # 338 and 617, 552 and 3,771
+        # registers spilled with 16 and 32 queries: sm80, packed 274 and 1,449, by ids 338 and 617; sm90, packed 231 and
+        # 501, by ids 552 and 3,771
         config = config._replace(dkv_block_m=16)
     config = config._replace(bulk=has_bulk_copies(arch, dtype))
     return _fit_backward(config, wide, dtype.itemsize, arch.shared_memory)
