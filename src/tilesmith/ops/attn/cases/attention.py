@@ -274,6 +274,14 @@ ATTENTION = [
     Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
     Case("d128_lists_small", _attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
     Case("d512_small", _attend(1, 2, 1, 40, 45, 512, causal=True, sinks=True), SMALL),
+    Case("d512_packed_small", _attend(
+        1, 2, 1, 40, 45, 512, causal=True, sinks=True, cu_seqlens_q=(13, 0, 27), cu_seqlens_k=(15, 5, 25)), SMALL),
+    Case("d264_packed_window_small", _attend(
+        1, 2, 2, 40, 40, 264, causal=True, window_left=4, softcap=9.0, **PACKED), SMALL),
+    Case("d320_documents_small", _attend(1, 2, 1, 40, 40, 320, causal=True, documents=(17, 34)), SMALL),
+    Case("d512_everything_small", _attend(
+        2, 2, 1, 20, 26, 512, 264, causal=True, window_left=20, softcap=5.0, alibi=(2,), sinks=True,
+        bias=(2, 1, 20, 26), mask=(2, 1, 20, 26), kv_lengths=(26, 15), prefix_lengths=(4, 0), dropout_p=0.2), SMALL),
     Case("d192_128_small", _attend(1, 2, 1, 70, 40, 192, 128, causal=True), SMALL),
     Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
     Case("d64_dropout_small", _attend(1, 2, 1, 70, 136, 64, causal=True, dropout_p=0.3), SMALL),
@@ -366,6 +374,17 @@ ATTENTION = [
     Case("d512_264_grouped", _attend(1, 6, 2, 300, 700, 512, 264, causal=True), GPU, HALF),
     Case("d320_512_more_queries", _attend(1, 4, 4, 640, 130, 320, 512, causal=True, softcap=9.0), GPU, HALF),
     Case("d512_one_token", _attend(2, 2, 1, 1, 300, 512, causal=True), GPU, HALF),
+    Case("d512_packed_tiles", _attend(
+        1, 4, 2, 900, 900, 512, init=_tokens_first, causal=True, cu_seqlens_q=(417, 0, 130, 353),
+        cu_seqlens_k=(417, 0, 130, 353)), GPU, HALF),
+    Case("d512_packed_cross_tiles", _attend(
+        1, 4, 1, 700, 900, 512, causal=True, window_left=200, sinks=True, cu_seqlens_q=(300, 5, 395),
+        cu_seqlens_k=(200, 300, 400)), GPU, HALF),
+    Case("d264_packed_tiles", _attend(
+        1, 8, 2, 640, 640, 264, init=_tokens_first, causal=True, cu_seqlens_q=(300, 340),
+        cu_seqlens_k=(300, 340)), GPU, HALF),
+    Case("d512_documents_tiles", _attend(2, 4, 2, 500, 500, 512, causal=True, documents=(170, 340)), GPU, HALF),
+    Case("d512_lengths_tiles", _attend(2, 4, 2, 500, 700, 512, causal=True, kv_lengths=(700, 333)), GPU, HALF),
     Case("d512_bands", _attend(1, 4, 2, 2300, 2300, 512, init=_tokens_first, causal=True), GPU, HALF),
     Case("d512_bands_full", _attend(1, 4, 1, 2500, 2500, 512, 320), GPU, HALF),
     Case("d512_bands_window", _attend(1, 4, 1, 3000, 2900, 512, window_left=400, window_right=90), GPU, HALF),

@@ -234,6 +234,12 @@ CASES: list[Case] = [
         frozenset({"test", "compile"}),
     ),
     Case("decode_576_beside", _decode(1, 1, 3, 1, 576, 40, dim_v=512), SMALL),
+    Case("latent_prefill_small", _decode(1, 180, 3, 1, 576, 190, **LATENT), SMALL),
+    Case(
+        "latent_prefill_beside_small",
+        _decode(2, 88, 6, 1, 544, 88, dim_v=512, lengths=(88, 41), window_left=30, sinks=True),
+        SMALL,
+    ),
     Case("decode_no_keys", _decode(2, 2, 4, 2, 16, 0), SMALL),
     Case("decode_no_rows", _decode(0, 1, 4, 2, 16, 20), SMALL),
     Case("decode_no_rows_of_pages", _decode(0, 1, 4, 2, 16, 20, page_size=4), SMALL),
@@ -335,6 +341,8 @@ CASES: list[Case] = [
     Case("decode_576_two_kv_heads", _decode(2, 1, 64, 2, 576, 900, **LATENT, lengths=(900, 5)), GPU, HALF),
     Case("decode_576_beside_128_heads", _decode(1, 1, 128, 1, 576, 900, dim_v=512), GPU, HALF),
     Case("decode_544", _decode(1, 2, 48, 1, 544, 700, **LATENT, scale=0.06), GPU, HALF),
+    Case("latent_prefill", _decode(1, 500, 16, 1, 576, 900, **LATENT), GPU, HALF),
+    Case("latent_prefill_16_heads_beside", _decode(2, 300, 16, 1, 576, 300, dim_v=512, sinks=True), GPU, HALF),
     Case("decode_576_pages", _decode(2, 1, 128, 1, 576, 4096, **LATENT, lengths=(4000, 65), page_size=64), GPU, HALF),
     Case(
         "decode_576_16_heads_in_pages",

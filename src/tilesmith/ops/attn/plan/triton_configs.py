@@ -16,11 +16,20 @@ def has_bulk_copies(arch: Any, dtype: torch.dtype) -> bool:
     return arch.kind == "cuda" and arch.capability >= (9, 0) and dtype.itemsize == 2
 
 
+def _has_little_room(arch: Any) -> bool:
+    """Whether a CUDA device has too little shared memory for 64 rows of 512 columns of 16 bits and as many again."""
+    return arch.kind == "cuda" and arch.shared_memory < 128 * 1024
+
+
 def default_forward(dims, arch, dtype) -> AttentionConfig:
     wide = next_power_of_2(max(dims["dim"], dims["value_dim"], 16))
     if arch.kind not in ("cuda", "hip", "xpu"):
         return AttentionConfig(32, 32, 4, 1)
     stages = 1 if arch.kind == "hip" else 3
+    if wide > 256 and dtype != torch.float32 and (arch.kind == "hip" or _has_little_room(arch)):
+        # compiled for gfx942: no registers spilled, on 8 warps 185; for sm89: none, in tiles of 64 x 16 60
+        config = AttentionConfig(32, 32, 4 if arch.kind == "hip" else 8, 1, has_bulk_copies(arch, dtype))
+        return config._replace(block_m=min(32, max(16, next_power_of_2(dims["tokens"]))))
     if dtype == torch.float32:
         config = AttentionConfig(64, 32, 8 if wide > 64 else 4, 2)
     elif arch.kind == "cuda" and arch.capability[0] == 9:
@@ -92,27 +101,45 @@ def default_backward(dims, arch, dtype) -> AttentionVjpConfig:
             config = AttentionVjpConfig(32, 64, 8, 2, 128, 32, 8, 2)
         else:
             config = AttentionVjpConfig(32, 32, 8, 1, 32, 32, 8, 2)
+    elif dtype != torch.float32 and wide > 256 and arch.kind == "hip":
+        # compiled for gfx942: 8 and 0 registers spilled, on 8 warps 218 and 86; operands wait in registers
+        return AttentionVjpConfig(16, 32, 4, 1, 32, 16, 4, 1)
+    elif dtype != torch.float32 and wide > 256 and _has_little_room(arch):
+        config = AttentionVjpConfig(16, 16, 8, 1, 32, 16, 8, 1)
     elif dtype != torch.float32 and wide <= 128:
         config = AttentionVjpConfig(32, 64, 4, stages, 64, 32, 4, stages)
+    if wide > 256 and dims["documents"] > 1 and arch.kind == "cuda" and dtype != torch.float32:
+        # registers spilled with 16 and 32 queries: sm80, packed 274 and 1,449, by ids 338 and 617; sm90, packed 231 and
+        # 501, by ids 552 and 3,771
+        config = config._replace(dkv_block_m=16)
     config = config._replace(bulk=has_bulk_copies(arch, dtype))
-    return _fit_backward(config, wide * dtype.itemsize, arch.shared_memory)
+    return _fit_backward(config, wide, dtype.itemsize, arch.shared_memory)
 
 
-def _fit_backward(config: AttentionVjpConfig, row_bytes: int, shared_memory: int) -> AttentionVjpConfig:
+def _fit_backward(config: AttentionVjpConfig, wide: int, itemsize: int, shared_memory: int) -> AttentionVjpConfig:
     """Fewer stages, then smaller tiles, until what is kept and what is staged fit in shared memory."""
+    row_bytes, joined = wide * itemsize, wide > 256 and itemsize == 2
+    room = (shared_memory or 1 << 30) - 2048
 
-    def too_large(kept: int, staged: int, stages: int) -> bool:
+    def too_large(kept: int, staged: int, stages: int, more: int) -> bool:
         # scores pass through shared memory, too, where a product does not take them from registers
-        return shared_memory > 0 and 2 * (kept + staged * stages) * row_bytes + 2 * kept * staged > shared_memory - 2048
+        return 2 * (kept + staged * stages) * row_bytes + more > room
 
-    while too_large(config.dkv_block_n, config.dkv_block_m, config.dkv_stages):
+    def dkv_too_large() -> bool:
+        kept, staged = config.dkv_block_n, config.dkv_block_m
+        # compiled for sm80 and sm89, rows of 512 columns are there once more, where a product reads them transposed
+        return too_large(kept, staged, config.dkv_stages, staged * row_bytes if joined else 2 * kept * staged)
+
+    while dkv_too_large():
         if config.dkv_stages > 1:
             config = config._replace(dkv_stages=config.dkv_stages - 1)
         elif config.dkv_block_n > 16:
             config = config._replace(dkv_block_n=config.dkv_block_n // 2)
+        elif joined and config.dkv_block_m > 16:
+            config = config._replace(dkv_block_m=config.dkv_block_m // 2)
         else:
             break
-    while too_large(config.dq_block_m, config.dq_block_n, config.dq_stages):
+    while too_large(config.dq_block_m, config.dq_block_n, config.dq_stages, 2 * config.dq_block_m * config.dq_block_n):
         if config.dq_stages > 1:
             config = config._replace(dq_stages=config.dq_stages - 1)
         elif config.dq_block_m > 16:
@@ -129,7 +156,7 @@ def fit_tile_backward(config: AttentionVjpConfig, dims, arch, dtype) -> Attentio
         dkv_warps=8 if config.dkv_block_n * max(config.dkv_block_m, wide) > 64 * 64 else 4,
         dq_warps=8 if config.dq_block_m * max(config.dq_block_n, wide) > 64 * 64 else 4,
     )
-    return _fit_backward(config, wide * dtype.itemsize, arch.shared_memory)
+    return _fit_backward(config, wide, dtype.itemsize, arch.shared_memory)
 
 
 def default_split(dims, arch, dtype) -> SplitConfig:
@@ -173,6 +200,9 @@ def _default_wide_split(dims, arch, dtype) -> SplitConfig:
     loaded = wide + rest + (0 if shared else next_power_of_2(dims["value_dim"]))
     if hopper and dims["rows"] > 16:
         config = SplitConfig(64, 64 if shared else 32, 1, 8, 2, peel=False)
+    elif arch.kind == "cuda" and dims["dim"] > 512 < dims["rows"]:
+        # a prefill; compiled for sm80 and sm89, no registers spilled, with 64 rows 22 to 42
+        config = SplitConfig(32, 32, 1, 8, 2, peel=False)
     else:
         # H200, 16 heads of 576 and 512 on 64 x 4k / 64 x 32k keys: 88 / 599 us; in steps of 32 keys, 5 stages, slower
         config = SplitConfig(16, 64 if hopper else 32, 1, 8, 3 if hopper else 2, peel=False)

@@ -110,7 +110,7 @@ def sizes(call) -> dict[str, int]:
 
 
 def rejects(call) -> list[str]:
-    """Why these kernels cannot serve a call of attention or attention_vjp."""
+    """Why these kernels cannot serve a call of attention."""
     reasons = []
     if call.page_table is not None:
         reasons.append("page_table: paged keys and values are not read")
@@ -124,12 +124,44 @@ def rejects(call) -> list[str]:
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not x.unit:
             reasons.append(f"{name} has a last stride other than 1")
-    room, least = call.arch.shared_memory, _LEAST_OF_WIDE[call.q.dtype == torch.float32]
-    if max(call.q.cols, call.v.cols) > 256 and call.arch.kind != "cpu" and room < least:
-        has = f"{call.arch.name} has {room // 1024}"
-        reasons.append(f"head dims above 256 need {least // 1024} KB of shared memory, {has}")
+    if max(call.q.cols, call.v.cols) > 256 and call.arch.kind != "cpu":
+        reasons += _wide_reasons(call)
     return reasons
 
 
-_LEAST_OF_WIDE = (160 * 1024, 200 * 1024)
-"""Shared memory for rows of 512 columns of 16 bits and of 32: dk and dv keep 16 keys beside 32 queries, twice."""
+_LEAST_OF_WIDE = {"cuda": 98 * 1024, "hip": 64 * 1024}
+"""Shared memory for rows of 512 columns of 16 bits by kind of device, as compiled for sm89 and gfx942: dq keeps 32
+queries beside 16 keys, twice; on AMD's they wait in registers."""
+_LEAST_OF_MORE, _LEAST_OF_FP32 = 160 * 1024, 200 * 1024
+"""The same for 32 queries in each step of dk and dv, and for rows of 32 bits."""
+
+
+def _wide_reasons(call) -> list[str]:
+    """Why a GPU cannot serve head dims above 256."""
+    arch, reasons = call.arch, []
+    least = _LEAST_OF_WIDE.get(arch.kind, _LEAST_OF_MORE)
+    if call.q.dtype == torch.float32:
+        least = _LEAST_OF_FP32
+    if arch.shared_memory < least:
+        has = f"{arch.name} has {arch.shared_memory // 1024}"
+        reasons.append(f"head dims above 256 need {least // 1024} KB of shared memory, {has}")
+    return reasons + few_registers(arch)
+
+
+def few_registers(arch: Any) -> list[str]:
+    """Why a GPU's threads cannot hold rows of head dims above 256: as compiled for gfx1100, 147 registers and more
+    spill."""
+    if arch.kind == "hip" and arch.warp == 32:
+        return [f"head dims above 256 need 512 registers a thread, {arch.name} has 256"]
+    return []
+
+
+def rejects_vjp(call) -> list[str]:
+    """Why these kernels cannot serve a call of attention_vjp."""
+    reasons, arch = rejects(call), call.arch
+    wide, dropped = max(call.q.cols, call.v.cols) > 256, call.mask is not None and call.seed is not None
+    # `plan.triton.summed`: their tiles have at least 32 queries
+    if wide and dropped and arch.kind == "cuda" and arch.shared_memory < _LEAST_OF_MORE:
+        least, has = _LEAST_OF_MORE // 1024, f"{arch.name} has {arch.shared_memory // 1024}"
+        reasons.append(f"mask and seed: with head dims above 256 they need {least} KB of shared memory, {has}")
+    return reasons

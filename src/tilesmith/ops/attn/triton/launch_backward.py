@@ -22,7 +22,7 @@ from tilesmith.ops.attn.triton.backward import (
     _attention_dsinks_kernel,
     _attention_stats_kernel,
 )
-from tilesmith.ops.attn.triton.launch import block_lists, bounds_of, call_tensors, describe, rejects, sizes, tma_of
+from tilesmith.ops.attn.triton.launch import block_lists, bounds_of, call_tensors, describe, rejects_vjp, sizes, tma_of
 from tilesmith.ops.attn.triton.tiles import LOG2E
 
 KERNELS = {
@@ -33,9 +33,16 @@ KERNELS = {
     "_attention_dsinks_kernel": _attention_dsinks_kernel,
 }
 
+
+def _sizes(call) -> dict[str, int]:
+    """`sizes`, and whether there are documents, 8 or 1."""
+    documents = call.cu_seqlens_q is not None or call.q_documents is not None
+    return {**sizes(call), "documents": 8 if documents else 1}
+
+
 ATTENTION_VJP_SPACE = Space(
     default=default_backward,
-    dims=attention_vjp_arguments(sizes),
+    dims=attention_vjp_arguments(_sizes),
     fit=fit_tile_backward,
     choices={
         "dkv_block_m": (32, 64, 128), "dkv_block_n": (64, 128), "dkv_warps": (4, 8), "dkv_stages": (1, 2, 3),
@@ -60,7 +67,7 @@ def _tells(call, *, config: AttentionVjpConfig, arch) -> list[str]:
     return _plan(call, call.out if call.dout is None else call.dout, arch, config).lines()
 
 
-@register_kernel("attention_vjp", backend="triton", rank=20, rejects=rejects, tells=_tells)
+@register_kernel("attention_vjp", backend="triton", rank=20, rejects=rejects_vjp, tells=_tells)
 @optimize_kernel(space=ATTENTION_VJP_SPACE)
 @attention_vjp_arguments
 def attention_vjp(call, *, config: AttentionVjpConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

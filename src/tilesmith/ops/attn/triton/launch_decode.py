@@ -18,6 +18,7 @@ from tilesmith.ops.attn.plan.decode import Factors, triton_split
 from tilesmith.ops.attn.plan.triton_configs import default_split
 from tilesmith.ops.attn.split_combine import _attention_combine_kernel
 from tilesmith.ops.attn.triton.decode import _attention_split_kernel
+from tilesmith.ops.attn.triton.launch import few_registers
 
 KERNELS = {
     "_attention_split_kernel": _attention_split_kernel,
@@ -38,8 +39,8 @@ def _dims(call) -> dict[str, int]:
     }  # fmt: skip
 
 
-LEAST_OF_WIDE = 96 * 1024
-"""Shared memory for 16 rows and 16 keys and values of head dims above 256, in flight once."""
+LEAST_OF_WIDE = {"hip": 64 * 1024}
+"""Shared memory for 16 rows and 16 keys and values of head dims above 256, in flight once; 96 KB where not AMD's."""
 _SMALL = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 SPLIT_SPACE = Space(
@@ -61,9 +62,10 @@ def _reasons(call) -> list[str]:
     reasons = [
         f"{name} is given, which this kernel does not read" for name in unread if getattr(call, name) is not None
     ]
-    if call.rows > 512 and call.page_table is None:
+    tiled = call.q.cols <= 512  # above, no kernel of tiles of one head serves many query tokens
+    if tiled and call.rows > 512 and call.page_table is None:
         reasons.append("T * H / G is more than 512: this kernel is for few query tokens")
-    elif call.rows > 128 and not call.cached:
+    elif tiled and call.rows > 128 and not call.cached:
         reasons.append("T * H / G is more than 128 and S less than 4 T: this kernel is for few query tokens on a cache")
     if call.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         reasons.append(f"q is {call.q.dtype}; float16, bfloat16 and float32 are served")
@@ -87,13 +89,13 @@ def _reasons(call) -> list[str]:
 
 def _wide_reasons(call) -> list[str]:
     """Why a GPU cannot serve head dims above 256."""
-    reasons, room = [], call.arch.shared_memory
-    if room < LEAST_OF_WIDE:
+    reasons, room, least = [], call.arch.shared_memory, LEAST_OF_WIDE.get(call.arch.kind, 96 * 1024)
+    if room < least:
         has = f"{call.arch.name} has {room // 1024}"
-        reasons.append(f"head dims above 256 need {LEAST_OF_WIDE // 1024} KB of shared memory, {has}")
+        reasons.append(f"head dims above 256 need {least // 1024} KB of shared memory, {has}")
     if call.q.dtype == torch.float32:
         reasons.append("q is torch.float32; with head dims above 256 float16 and bfloat16 are served")
-    return reasons
+    return reasons + few_registers(call.arch)
 
 
 def _plan(call, arch: Any, config: SplitConfig) -> Plan:
