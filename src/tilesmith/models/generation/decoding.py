@@ -21,7 +21,7 @@ from tilesmith.models.cache_argument import CACHE_NAMES, cache_name
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.generation.recording import RecordedSteps, StepRecorder
 from tilesmith.models.generation.scores import StaticProcessor, stand_in
-from tilesmith.models.generation.step import TokenState
+from tilesmith.models.generation.token_state import TokenState
 from tilesmith.models.reach import all_observed, observed
 
 RECORDER: Callable[[], StepRecorder] = CudaRecorder

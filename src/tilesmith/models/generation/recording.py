@@ -15,7 +15,8 @@ from tilesmith.models.capture import Recorder, uncached_autocast
 from tilesmith.models.fingerprint import Fingerprint
 from tilesmith.models.generation.cache import StaticLayers
 from tilesmith.models.generation.scores import StaticProcessor
-from tilesmith.models.generation.step import TokenState, choose, token_step
+from tilesmith.models.generation.step import choose, token_step
+from tilesmith.models.generation.token_state import TokenState
 
 _WARM_STEPS = 2
 """Steps that run as they are before one is recorded: kernels are compiled and libraries set up. They are tokens too."""

@@ -9,13 +9,12 @@ Legend: B batch, V entries of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tilesmith.models.generation.step import TokenState
+from tilesmith.models.generation.token_state import TokenState
 
 _OF_SCORES = (
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
