@@ -203,7 +203,7 @@ def test_explain_takes_shapes_and_values():
         (("tune", "rms_norm", "--case", "nope", "--device", "cpu"), "rms_norm has no case 'nope'"),
         (("tune", "rms_norm", "--case", "small", "--case", "smal", "--device", "cpu"), "Did you mean 'small'?"),
         (("bench", "model", "--shape", "huge", "--device", "cpu"), "--shape must be one of"),
-        (("bench", "--readme", "no/such/file"), "no/such/file"),
+        (("bench", "--readme", "no/such/file"), "no/such/file does not exist; give a file with tables to fill"),
         (("optimize", "no/such/model"), "no/such/model does not exist"),
         (("verify", "attention", "silu", "--random", "3"), "can be drawn for silu; they can for attention"),
         (("demo", "--text", "no/such/text"), "no/such/text does not exist; give a text file"),

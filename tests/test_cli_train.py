@@ -224,7 +224,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(book, tmp_path):
         save_file({**tensors, key: torch.zeros(3, 3)}, step / name)
         assert "does not fit" in refusal()
         (step / name).write_bytes(before[step / name][:100])
-        assert "is no whole safetensors file" in refusal()
+        assert "is not a whole safetensors file" in refusal()
         (step / name).write_bytes(before[step / name])
     (step / trainer.STATE).write_text("{")
     assert "cannot be continued" in refusal()
