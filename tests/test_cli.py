@@ -116,11 +116,13 @@ def test_version_and_module():
     assert done.stdout == f"tilesmith {tilesmith.__version__}\n"
 
 
-def test_a_wrong_environment_is_said_in_a_line():
+@pytest.mark.parametrize("started", ["module", "script"])
+def test_a_wrong_environment_is_said_in_a_line(started, tmp_path):
     wrong = {**os.environ, "TILESMITH_DEBG": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tilesmith", "doctor"], capture_output=True, text=True, check=False, env=wrong
-    )
+    script = tmp_path / "tilesmith"  # as an installed package has it
+    script.write_text("from tilesmith.cli import main\nmain()\n")
+    command = ["-m", "tilesmith"] if started == "module" else [str(script)]
+    done = subprocess.run([sys.executable, *command, "doctor"], capture_output=True, text=True, check=False, env=wrong)
     assert done.returncode == 2
     assert done.stderr.startswith("tilesmith: the environment has TILESMITH_DEBG='1'") and done.stderr.count("\n") == 1
 
