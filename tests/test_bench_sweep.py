@@ -164,8 +164,8 @@ def test_the_command_measures_saves_and_draws(tmp_path, monkeypatch, missing):
         (("silu", "--sweep", "vocabulary", *here), "silu cannot be swept along vocabulary; it has: columns, tokens"),
         ((path,), "is a result; --plot FOLDER draws it"),
         ((path, "silu", *here), "plot saved results, or measure; not both at once"),
-        (("no/such.json", *here), "no/such.json is no result"),
-        ((op, *here), "is no sweep"),
+        (("no/such.json", *here), "no/such.json does not exist; give a saved sweep"),
+        ((op, *here), "is not a sweep"),
     ):
         code, output = tilesmith(*arguments)
         assert code == 2

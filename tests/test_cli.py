@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -27,7 +28,7 @@ from tilesmith.validate import Budget, Result
 typer_testing = pytest.importorskip("typer.testing")
 
 from tilesmith import _install, cli  # noqa: E402
-from tilesmith.cli import charts, demo, equality, recorder, subject, text, training  # noqa: E402
+from tilesmith.cli import charts, demo, equality, output, recorder, subject, text, training  # noqa: E402
 
 OP = "swiglu"
 
@@ -115,11 +116,13 @@ def test_version_and_module():
     assert done.stdout == f"tilesmith {tilesmith.__version__}\n"
 
 
-def test_a_wrong_environment_is_said_in_a_line():
+@pytest.mark.parametrize("started", ["module", "script"])
+def test_a_wrong_environment_is_said_in_a_line(started, tmp_path):
     wrong = {**os.environ, "TILESMITH_DEBG": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tilesmith", "doctor"], capture_output=True, text=True, check=False, env=wrong
-    )
+    script = tmp_path / "tilesmith"  # as an installed package has it
+    script.write_text("from tilesmith.cli import main\nmain()\n")
+    command = ["-m", "tilesmith"] if started == "module" else [str(script)]
+    done = subprocess.run([sys.executable, *command, "doctor"], capture_output=True, text=True, check=False, env=wrong)
     assert done.returncode == 2
     assert done.stderr.startswith("tilesmith: the environment has TILESMITH_DEBG='1'") and done.stderr.count("\n") == 1
 
@@ -176,9 +179,9 @@ def test_explain_takes_shapes_and_values():
         (("explain", OP, "--case", "smal"), "swiglu has no case 'smal'. Did you mean 'small'?"),
         (("explain", "attention", "--case", "zzz"), "d128_group_of_7 and "),
         (("explain", OP, "--shape", "gate=3x5"), "up"),
-        (("explain", OP, "--dtype", "float33"), "'float33' is no dtype"),
+        (("explain", OP, "--dtype", "float33"), "'float33' is not a dtype"),
         (("explain", "attention", "--dtype", "int8"), "--dtype int8 is not served; use float32, float16, bfloat16 or"),
-        (("explain", OP, "--device", "gpu7"), "'gpu7' is no device"),
+        (("explain", OP, "--device", "gpu7"), "'gpu7' is not a device here"),
         (("verify", OP, "--device", "xpu:9"), "is not on this machine"),
         (("verify", "nothing"), "there is no op 'nothing'"),
         (("bench",), "name what to measure"),
@@ -202,10 +205,10 @@ def test_explain_takes_shapes_and_values():
         (("tune", "rms_norm", "--case", "nope", "--device", "cpu"), "rms_norm has no case 'nope'"),
         (("tune", "rms_norm", "--case", "small", "--case", "smal", "--device", "cpu"), "Did you mean 'small'?"),
         (("bench", "model", "--shape", "huge", "--device", "cpu"), "--shape must be one of"),
-        (("bench", "--readme", "no/such/file"), "no/such/file"),
+        (("bench", "--readme", "no/such/file"), "no/such/file does not exist; give a file with tables to fill"),
         (("optimize", "no/such/model"), "no/such/model does not exist"),
         (("verify", "attention", "silu", "--random", "3"), "can be drawn for silu; they can for attention"),
-        (("demo", "--text", "no/such/text"), "no/such/text"),
+        (("demo", "--text", "no/such/text"), "no/such/text does not exist; give a text file"),
         (("demo", "--model", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),
     ],
@@ -214,6 +217,38 @@ def test_wrong_use_exits_with_2_and_says_why(arguments, message):
     code, output = run(*arguments)
     assert code == 2
     assert message in " ".join(output.split())
+
+
+@pytest.mark.parametrize("command", [(OP,), ("attention", "--set", "causal=true")])
+def test_explain_indents_what_it_continues(command, monkeypatch):
+    monkeypatch.setattr(output.console, "width", 80)
+    code, told = run("explain", *command, "--device", "cpu")
+    assert code == 0
+    heads = re.compile(r"Sizes of |\w+ (bfloat16|float32)\[|\w+ -> |  not \w+: |    ")
+    lines = told.splitlines()
+    assert all(len(line) <= 80 and heads.match(line) for line in lines), told
+    assert any(line.startswith("    ") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["explain", "tune", "train", "codegen"])
+def test_help_flows_its_paragraphs(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    code, told = run(command, "--help")
+    body = told.partition("╭")[0].splitlines()
+    longest = max(map(len, map(str.rstrip, body)))
+    assert code == 0
+    for line, after in itertools.pairwise(line.strip() for line in body):
+        first = after.partition(" ")[0]
+        assert not line or not first or len(line) + len(first) >= longest - 2, f"{line!r} could hold {first!r}"
+
+
+def test_a_wrong_argument_is_answered_with_those_that_users_write():
+    code, told = run("explain", "attention", "--device", "cpu", "--set", "foo=1")
+    told = " ".join(told.split())
+    assert code == 2 and "attention has no argument 'foo'" in told
+    assert told.index("causal, ") < told.index("softcap") < told.index("q_documents") < told.index("window_left")
+    code, told = run("explain", "attention", "--device", "cpu", "--set", "causl=true")
+    assert code == 2 and "Did you mean 'causal'?" in told
 
 
 def test_errors_keep_their_brackets():
@@ -531,9 +566,23 @@ def test_the_recorder_sees_forward_and_backward():
 
 
 def test_without_matplotlib_there_is_a_line_in_place_of_a_picture(monkeypatch, capsys):
-    monkeypatch.setattr(charts, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not charts.available()
     assert "no loss curves: matplotlib is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "problem", ["ImportError('numpy.core.multiarray failed\\nto import')", "AttributeError('_ARRAY_API')"]
+)
+def test_a_matplotlib_that_cannot_be_imported_is_said_in_a_line(problem, monkeypatch, capsys, tmp_path):
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text(f"raise {problem}")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not charts.available()
+    told = capsys.readouterr().out
+    assert "no loss curves: matplotlib cannot be imported" in told and told.count("\n") == 1
 
 
 def test_the_saved_measurement_of_a_gpu_is_whole():

@@ -153,7 +153,8 @@ def test_a_run_can_be_made_longer(book, tmp_path):
     ("arguments", "message"),
     [
         ((), "name at least one text file"),
-        (("no/such/text",), "no/such/text"),
+        (("no/such/text",), "error: no/such/text does not exist; give text files"),
+        ((".",), "error: . is a folder; give text files"),
         (("EMPTY",), "holds no text"),
         (("BOOK", "--length", 9999), "the text is too short: of its 2,014 tokens"),
         (("BOOK", "--validation", 0.001), "the text is too short: of its"),
@@ -161,7 +162,7 @@ def test_a_run_can_be_made_longer(book, tmp_path):
         (("BOOK", "--rate", 0), "--rate is 0.0"),
         (("BOOK", "--warmup", 7), "--warmup is 7, of --steps 6"),
         (("BOOK", "--dtype", "float16"), "--dtype must be float32 or bfloat16, got 'float16'"),
-        (("BOOK", "--device", "gpu7"), "'gpu7' is no device"),
+        (("BOOK", "--device", "gpu7"), "'gpu7' is not a device here"),
         (("BOOK", "--chosen", 2), "--chosen is for a model of experts; say how many by --experts"),
         (
             ("BOOK", "--heads", 3, "--kv-heads", 2),
@@ -223,7 +224,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(book, tmp_path):
         save_file({**tensors, key: torch.zeros(3, 3)}, step / name)
         assert "does not fit" in refusal()
         (step / name).write_bytes(before[step / name][:100])
-        assert "is no whole safetensors file" in refusal()
+        assert "is not a whole safetensors file" in refusal()
         (step / name).write_bytes(before[step / name])
     (step / trainer.STATE).write_text("{")
     assert "cannot be continued" in refusal()
@@ -385,11 +386,11 @@ def test_json_is_all_that_stands_on_standard_output(book, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("no/such/folder", "-p", "x"), "no/such/folder is no folder"),
+        (("no/such/folder", "-p", "x"), "no/such/folder is not a folder"),
         (("OUT", "-p", ""), "--prompt is empty"),
         (("OUT", "-p", "x", "-n", 5000), "the model has 2048 positions"),
         (("OUT", "-p", "x", "--top-p", 0), "--top-p is 0.0"),
-        (("OUT", "-p", "x", "--dtype", "float33"), "'float33' is no dtype"),
+        (("OUT", "-p", "x", "--dtype", "float33"), "'float33' is not a dtype"),
     ],
 )
 def test_generate_says_what_is_wrong(arguments, message, trained):

@@ -90,9 +90,9 @@ def test_json_is_verified():
         from_json("[1, 2]")
     with pytest.raises(KernelError, match="version 0"):
         from_json(json.dumps(document | {"version": 0}))
-    with pytest.raises(KernelError, match="x is no array or buffer"):
+    with pytest.raises(KernelError, match="x is not an array or buffer"):
         from_json(json.dumps(document | {"buffers": {"tuple": document["buffers"]["tuple"][1:]}}))
-    with pytest.raises(KernelError, match="'f33' is no type"):
+    with pytest.raises(KernelError, match="'f33' is not a type"):
         from_json(to_json(SAMPLES["rms_norm"]().ir).replace('"f32"', '"f33"'))
 
 

@@ -269,7 +269,7 @@ def endless_array(x: InOut[u32]):
 
 REFUSED = {
     matrix_product: r"MatMult of u32; allowed: \+ - \*",
-    greek: r"α is no name; allowed: ASCII letters",
+    greek: r"α is not a name; allowed: ASCII letters",
     endless_array: r"the length must be a compile-time int of 1 to 1,048,576",
     after_its_loop: r"unknown name; a loop's variable ends with its loop",
     chosen_when_built: r"factors is known at compile time before this if or loop, which may not run",
@@ -299,12 +299,12 @@ REFUSED = {
     early_return: r"return is allowed only as the last statement of an @inline function",
     leaving: r"x is Out, so it is not read",
     unused_value: r"the value is not used",
-    infinite: r"inf is no finite f32",
+    infinite: r"inf is not a finite f32",
     too_large: r"4294967296 is outside u32",
     python_call: r"round takes compile-time values only",
     loop_variable: r"i is a loop's variable",
     place_unknown: r"placed=False: where its elements lie is not known",
-    rows_of_an_operand: r"a is no fragment of role 'c'",
+    rows_of_an_operand: r"a is not a fragment of role 'c'",
     rows_multiplied: r"op 'mul'; allowed: 'add', 'max'",
     operand_element: r"a is an operand; only accumulators have elements",
     lanes_apart: r"f32x4 to f32: the lanes differ",

@@ -97,7 +97,7 @@ def test_the_assembler_makes_the_module_of_its_listing(name, missing):
 
 
 def test_only_our_modules_are_listed():
-    with pytest.raises(ValueError, match="this is no SPIR-V module"):
+    with pytest.raises(ValueError, match="this is not a SPIR-V module"):
         disassemble(b"nothing")
     module = spirv.generate(SAMPLES["rms_norm"]().ir)
     with pytest.raises(ValueError, match="no instruction of ours, opcode 0 with 0 words"):

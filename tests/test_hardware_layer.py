@@ -360,7 +360,7 @@ def test_devices():
     assert HardwareAbstractionLayer(detect_available_devices()["cpu"]).devices == [CPU]
     with pytest.raises(TypeError, match="target_devices must be a list of devices or None, got 'cuda'"):
         HardwareAbstractionLayer("cuda")
-    with pytest.raises(TypeError, match="target_devices has 3, which is no torch.device"):
+    with pytest.raises(TypeError, match="target_devices has 3, which is not a torch.device"):
         HardwareAbstractionLayer([3])
     with assuming(arch_named("sm90")):
         HardwareAbstractionLayer(["cuda:0", "cuda:1"])

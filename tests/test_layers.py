@@ -211,6 +211,51 @@ def test_importing_costs_little_and_loads_no_triton():
     assert not measured["triton"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("TILESMITH_DEBG", "1", "did you mean TILESMITH_DEBUG?"),
+        ("TILESMITH_DEBUG", "maybe", "it must be 1, true, yes or on"),
+        ("TILESMITH_USE", "rms_norm", "a comma-separated list of op=backend"),
+        ("TILESMITH_REPLAY", "2", "must be 0, 1 or check"),
+    ],
+)
+def test_the_import_refuses_a_wrong_environment(name, value, told):
+    """In a fresh process, without torch: what needs the table of ops is checked at first use."""
+    code = "import sys\ntry: import tilesmith\nexcept ValueError as problem: print('torch' in sys.modules, problem)"
+    wrong = {**os.environ, name: value}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=wrong)
+    assert ran.stdout.startswith("False ") and name in ran.stdout and told in ran.stdout
+
+
+def test_the_import_leaves_settings_for_their_first_use():
+    code = "import json, os, tilesmith; os.environ['TILESMITH_DEBUG'] = '0'\n"
+    code += "from tilesmith.settings import settings; print(json.dumps(settings().debug))"
+    assert _in_fresh_process(code, TILESMITH_DEBUG="1") is False
+
+
+WITHOUT_NUMPY = """
+import sys, warnings
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+sys.meta_path.insert(0, Absent())
+import tilesmith
+before = list(warnings.filters)
+tilesmith.optimize
+kept = [f for f in warnings.filters if f[1] is not None and "NumPy" in f[1].pattern]
+assert not kept and all(f in warnings.filters for f in before)
+warnings.warn("Failed to initialize NumPy, said by someone else")
+"""
+
+
+def test_the_first_touch_says_nothing_of_numpy():
+    """torch warns at its import where NumPy is not installed, which nothing here needs."""
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY], capture_output=True, text=True, check=True)
+    assert ran.stderr.count("Failed to initialize NumPy") == ran.stderr.count("said by someone else") == 1
+
+
 FIRST_TOUCH = """
 import json, sys, time
 import torch

@@ -127,6 +127,17 @@ def test_help_shows_the_call_and_its_meaning():
     assert "For kernels" not in pydoc.render_doc(ops.linear_cross_entropy)
 
 
+@pytest.mark.parametrize("name", [n for n in ops.__all__ if callable(getattr(ops, n))])
+def test_signatures_show_no_catch_all(name):
+    parameters = inspect.signature(getattr(ops, name)).parameters.values()
+    assert not [p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and "NoReturn" in str(p)]
+
+
+def test_docstrings_of_ops_name_no_module_of_the_implementation():
+    named = {n: re.findall(r"`chunks\.\w+`", inspect.getdoc(getattr(ops, n)) or "") for n in ops.__all__}
+    assert not {n: found for n, found in named.items() if found}
+
+
 def test_literals_are_what_a_check_lists():
     assert stubs.choices(ops.rms_norm) == {"casting": ("fp32", "llama", "none")}
     assert stubs.choices(ops.silu) == {}

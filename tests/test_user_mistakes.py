@@ -34,6 +34,10 @@ def _untyped(x):
     return x
 
 
+def _returns_untyped(x: torch.Tensor):
+    return x
+
+
 def _other(x: torch.Tensor) -> torch.Tensor:
     return x
 
@@ -47,20 +51,32 @@ ATTENTION = [
     (
         "causal",
         lambda: ops.attention(Q, K, K, causal=True),
-        "attention: there is no argument causal=bool True|Mask(causal=True)",
+        "attention has no argument causal (got bool True): write mask=Mask(causal=True)",
     ),
-    ("is_causal", lambda: ops.attention(Q, K, K, is_causal=True), "is_causal=bool True|Mask(causal=True)"),
+    ("is_causal", lambda: ops.attention(Q, K, K, is_causal=True), "is_causal (got bool True)|Mask(causal=True)"),
     (
         "window",
         lambda: ops.attention(Q, K, K, window_size=(2, 0)),
-        "window_size=tuple (2, 0)|Mask(window=(left, right))",
+        "window_size (got tuple (2, 0))|Mask(window=(left, right))",
     ),
-    ("scale", lambda: ops.attention(Q, K, K, scale=0.5), "scale=float 0.5|Score(scale=...)"),
-    ("softmax scale", lambda: ops.attention(Q, K, K, softmax_scale=0.5), "softmax_scale=float 0.5|Score(scale=...)"),
-    ("attn_mask", lambda: ops.attention(Q, K, K, attn_mask=X), "attn_mask=a tensor of shape (2, 5, 8)|Mask(dense=...)"),
-    ("dropout", lambda: ops.attention(Q, K, K, dropout=0.1), "dropout=float 0.1|dropout_p=..."),
-    ("alibi", lambda: ops.attention(Q, K, K, alibi_slopes=VECTOR), "alibi_slopes=|Score(alibi=...)"),
-    ("gqa", lambda: ops.attention(Q, K, K, enable_gqa=True), "enable_gqa=bool True|served as they are"),
+    ("scale", lambda: ops.attention(Q, K, K, scale=0.5), "no argument scale (got float 0.5)|Score(scale=...)"),
+    (
+        "softmax scale",
+        lambda: ops.attention(Q, K, K, softmax_scale=0.5),
+        "softmax_scale (got float 0.5)|Score(scale=",
+    ),
+    (
+        "attn_mask",
+        lambda: ops.attention(Q, K, K, attn_mask=X),
+        "attn_mask (got a tensor of shape (2, 5, 8))|Mask(dense=...)",
+    ),
+    ("dropout", lambda: ops.attention(Q, K, K, dropout=0.1), "dropout (got float 0.1)|dropout_p=..."),
+    ("alibi", lambda: ops.attention(Q, K, K, alibi_slopes=VECTOR), "alibi_slopes (got|Score(alibi=...)"),
+    (
+        "gqa",
+        lambda: ops.attention(Q, K, K, enable_gqa=True),
+        "enable_gqa (got bool True): leave it out: heads|served as they are",
+    ),
     ("score_mod", lambda: ops.attention(Q, K, K, score_mod=max), "score_mod|flex_attention"),
     ("typing error", lambda: ops.attention(Q, K, K, dropout_q=0.1), "dropout_q|Did you mean 'dropout_p'?"),
     ("tensor as mask", lambda: ops.attention(Q, K, K, X > 0), "mask|Tensor|Mask(dense=...)"),
@@ -145,6 +161,27 @@ def test_errors_say_what_to_do(call, words):
     text = str(raised.value)
     assert [part for part in words.split("|") if part not in text] == [], text
     assert len(text) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "words"),
+    [
+        ("unannotated", _untyped, "annotate x: torch.Tensor and the result"),
+        ("half_annotated", _returns_untyped, "annotate the result"),
+        ("several_unannotated", lambda x, y: x, "annotate x: torch.Tensor, y: torch.Tensor and the result"),
+    ],
+)
+def test_a_function_without_annotations_is_said_to_be_no_op(name, function, words):
+    told = f"{name} .*registered as a plain callable: torch.ops.tilesmith.{name} does not exist; {words}"
+    with pytest.warns(UserWarning, match=told) as warned:
+        _register(name, function)
+    assert len(warned) == 1 and not hasattr(torch.ops.tilesmith, name)
+    assert "a plain callable" in tilesmith.explain(name)
+
+
+def test_a_function_that_takes_nothing_is_a_plain_callable_without_a_word(recwarn):
+    _register("takes_nothing", lambda: None)
+    assert not recwarn and "a plain callable" in tilesmith.explain("takes_nothing")
 
 
 def test_there_are_sixty():

@@ -94,6 +94,11 @@ def _default_cache() -> Path:
 @lru_cache(maxsize=1)
 def settings() -> Settings:
     """The settings of this process. Raises ValueError for a variable that is unknown or has no meaning."""
+    return read()
+
+
+def read() -> Settings:
+    """What the environment says now. Raises ValueError as above."""
     _check_names()
     cache = os.environ.get(PREFIX + "CACHE_DIR")
     return Settings(

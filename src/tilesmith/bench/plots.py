@@ -33,7 +33,7 @@ def plot(document: Mapping[str, Any], folder: Path) -> list[Path]:
     Raises ValueError for a document that is no sweep or has no figures.
     """
     if not document.get("sweep"):
-        raise ValueError(f"{document.get('subject', 'this')} is no sweep: nothing runs along an axis")
+        raise ValueError(f"{document.get('subject', 'this')} is not a sweep: nothing runs along an axis")
     rows = [row for row in document["rows"] if "us" in row]
     if not rows:
         raise ValueError(f"{document['subject']} has no figures to plot")

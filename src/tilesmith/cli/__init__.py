@@ -27,8 +27,13 @@ def build():
     )
     app.callback()(_application_options())
     for command in (demo, doctor, explain, verify, bench, tune, optimize, train, generate, codegen):
-        app.command(command.__name__.rpartition(".")[2])(command.command)
+        app.command(command.__name__.rpartition(".")[2], help=_flowing(command.command.__doc__))(command.command)
     return app
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without their line breaks, which typer would keep in all but the first."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _application_options():

@@ -219,10 +219,12 @@ def _saved(paths: list[Path], folder: Path | None) -> None:
     if folder is None:
         refuse(f"{paths[0]} is a result; --plot FOLDER draws it")
     for path in paths:
+        if not path.exists():
+            refuse(f"{path} does not exist; give a saved sweep")
         try:
             document = load(path)
         except (OSError, ValueError) as problem:
-            refuse(f"{path} is no result: {problem}")
+            refuse(f"{path} is not a saved result: {problem}")
         _plot(document, folder)
 
 
@@ -275,6 +277,8 @@ def _model(shape: str, measure: dict[str, Any]) -> dict[str, Any]:
 def _fill(readme: Path, results: Path) -> None:
     from tilesmith.bench.tables import fill
 
+    if not readme.is_file():
+        refuse(f"--readme {readme} does not exist; give a file with tables to fill")
     try:
         text = readme.read_text(encoding="utf-8")
         filled = fill(text, results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.markup import escape
@@ -11,16 +10,23 @@ from rich.markup import escape
 from tilesmith import _install
 from tilesmith.cli.output import console
 
+# What an import of a package raises that was built for another NumPy, or lacks a shared library.
+BROKEN = (ImportError, AttributeError, OSError, RuntimeError, ValueError)
 COLOURS = ("#8a8a8a", "#d1495b", "#2e86ab", "#3c887e")
 
 
 def available() -> bool:
     """Whether pictures can be drawn; says in one line why not, and what to install."""
-    if find_spec("matplotlib") is not None:
-        return True
-    told = f"no loss curves: matplotlib is not installed ({_install.command('bench')})"
-    console.print(escape(told), style="dim", highlight=False)
-    return False
+    try:
+        _pyplot()
+    except BROKEN as problem:
+        absent = isinstance(problem, ModuleNotFoundError) and problem.name == "matplotlib"
+        first = str(problem).strip().partition("\n")[0]
+        told = "is not installed" if absent else f"cannot be imported: {type(problem).__name__}: {first}"
+        told = f"no loss curves: matplotlib {told} ({_install.command('bench')})"
+        console.print(escape(told), style="dim", highlight=False)
+        return False
+    return True
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]], folder: Path, title: str) -> list[Path]:
@@ -42,13 +48,17 @@ def training_curves(losses: Sequence[float], validation: Mapping[int, float], fo
     return _saved(figure, axes, folder)
 
 
-def _loss_axes(title: str):
+def _pyplot():
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    return pyplot
+
+
+def _loss_axes(title: str):
+    figure, axes = _pyplot().subplots(figsize=(7, 4), layout="constrained")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -56,12 +66,10 @@ def _loss_axes(title: str):
 
 
 def _saved(figure, axes, folder: Path) -> list[Path]:
-    from matplotlib import pyplot
-
     axes.legend(frameon=False)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "loss.svg", folder / "loss.png"]
     for path in paths:
         figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+    _pyplot().close(figure)
     return paths

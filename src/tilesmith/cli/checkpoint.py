@@ -163,13 +163,13 @@ def configuration(folder: Path) -> Mapping[str, Any]:
     """The folder's config.json. Raises FileNotFoundError or ValueError where there is none."""
     path = folder / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}, so no model")
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}, so it is not a checkpoint")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:
-        raise ValueError(f"{path} is no JSON: {problem}") from problem
+        raise ValueError(f"{path} is not JSON: {problem}") from problem
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is no configuration of a model")
+        raise ValueError(f"{path} is not a configuration of a model")
     return found
 
 
@@ -205,7 +205,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as problem:
-        raise ValueError(f"{path} is no whole safetensors file: {problem}") from problem
+        raise ValueError(f"{path} is not a whole safetensors file: {problem}") from problem
 
 
 def _of_hugging_face(model: nn.Module, pairs: BytePairs | None, folder: Path) -> LanguageModel:

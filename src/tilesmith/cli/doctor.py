@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tilesmith import __version__
-from tilesmith.cli.output import CHECK_FAILED, console, print_json, table
+from tilesmith.cli.output import CHECK_FAILED, console, print_json, print_lines, table
 
 
 def command(
@@ -138,10 +138,10 @@ def _summarise(found: dict) -> None:
         names = ", ".join(slow) if len(slow) < len(forward) / 2 else f"{len(slow)} ops"
         console.print(f"Plain PyTorch, their reference, serves {names}. Why:", highlight=False)
         for reason, count in _reasons_of([c for c in forward if c["kernel"] == "reference"]).most_common(4):
-            console.print(f"  {reason}{f' ({count} ops)' if count > 1 else ''}", highlight=False, markup=False)
+            print_lines(f"  {reason}{f' ({count} ops)' if count > 1 else ''}")
     for line in found["advice"]:
-        console.print(f"→ {line}", highlight=False, markup=False)
-    console.print("Each op and its kernel: tilesmith doctor --verbose; one call: tilesmith explain OP", style="dim")
+        print_lines(f"→ {line}")
+    print_lines("Each op and its kernel: tilesmith doctor --verbose; one call: tilesmith explain OP", style="dim")
 
 
 def _reasons_of(choices: list[dict]) -> Counter[str]:

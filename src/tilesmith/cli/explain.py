@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilesmith.cli.output import console, device_named, dtype_named, op_named, print_json, refuse, refused, setting
+from tilesmith.cli.output import device_named, dtype_named, op_named, print_json, print_lines, refuse, refused, setting
 
 if TYPE_CHECKING:
-    from tilesmith.engine import Case, Choice
+    from tilesmith.engine import Case, Choice, Op
     from tilesmith.hardware import Arch
 
 
@@ -41,6 +45,7 @@ def command(
     there = _arch(arch, device)
     where = torch.device("cpu") if there is not None else device_named(device)
     options = dict(setting(text, "causal=true") for text in set_ or [])
+    _check_names(declared, options)
     sizes = dict(map(_size, shape or []))
     start = case_named(op, case) if case else None if sizes else typical(op)
     args = arguments(op, start, sizes, options)
@@ -59,12 +64,35 @@ def command(
         )
         return
     if there is not None:
-        console.print(f"As on {on}, from its facts; nothing was run.", style="dim", highlight=False)
+        print_lines(f"As on {on}, from its facts; nothing was run.", style="dim")
     if start is not None and case is None:
-        console.print(_told(start, args), style="dim", highlight=False)
-    console.print(", ".join(f"{name} {_show(value)}" for name, value in built.items()), style="dim", highlight=False)
+        print_lines(_told(start, args), style="dim")
+    print_lines(", ".join(f"{name} {_show(value)}" for name, value in built.items()), style="dim")
     for choice in choices:
-        console.print(str(choice), highlight=False, markup=False)
+        print_lines(str(choice))
+
+
+def _check_names(op: Op, names: Iterable[str]) -> None:
+    """Refuse an argument that the op does not have, naming those first that users write."""
+    for name in names:
+        if name in op.parameters:
+            continue
+        close = difflib.get_close_matches(name, op.parameters, n=1)
+        first = _written_by_users(op)
+        rest = [known for known in op.parameters if known not in first]
+        made = f"; made from what users write are {', '.join(rest)}" if rest else ""
+        told = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(first)}{made}"
+        refuse(f"--set: {op.name} has no argument {name!r}. {told}")
+
+
+def _written_by_users(op: Op) -> list[str]:
+    """The op's parameters that are arguments of the function that users call, or fields of those."""
+    if op.door_function is None:
+        return list(op.parameters)
+    names: list[str] = []
+    for p in inspect.signature(op.door_function).parameters.values():
+        names += [f.name for f in fields(p.annotation)] if is_dataclass(p.annotation) else [p.name]
+    return [name for name in names if name in op.parameters]
 
 
 def _arch(name: str | None, device: str | None) -> Arch | None:

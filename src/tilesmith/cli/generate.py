@@ -67,13 +67,13 @@ def _read(folder: Path, dtype: torch.dtype | None) -> LanguageModel:
     from tilesmith.cli import checkpoint
 
     if not folder.is_dir():
-        refuse(f"{folder} is no folder; give one that `tilesmith train --out` wrote, or a Hugging Face checkpoint")
+        refuse(f"{folder} is not a folder; give one that `tilesmith train --out` wrote, or a Hugging Face checkpoint")
     try:
         if checkpoint.OWN not in checkpoint.configuration(folder) and find_spec("transformers") is None:
             needs("transformers", "hf", "this checkpoint")
         return checkpoint.read(folder, dtype)
     except (OSError, ValueError, KeyError) as problem:
-        refuse(f"{folder} is no model to generate with: {str(problem).splitlines()[0]}")
+        refuse(f"{folder} is not a model to generate with: {str(problem).splitlines()[0]}")
 
 
 def _prompt(language: LanguageModel, text: str, count: int) -> list[int]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -79,6 +80,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     return shown
 
 
+def print_lines(text: str, style: str | None = None) -> None:
+    """Print lines as they are, without markup; what does not fit continues on lines that are indented further."""
+    for line in text.splitlines():
+        hang = " " * (len(line) - len(line.lstrip()) + 4)
+        parts = textwrap.wrap(line, console.width, subsequent_indent=hang, break_on_hyphens=False)
+        console.print("\n".join(parts), style=style, highlight=False, markup=False)
+
+
 def progress() -> Progress:
     """Bars that say what is being done, how much of it is, and how long the rest will take."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -105,7 +114,7 @@ def device_named(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        refuse(f"--device {name!r} is no device; this machine has {', '.join(map(str, available))}")
+        refuse(f"--device {name!r} is not a device here; this machine has {', '.join(map(str, available))}")
     if not any(device.type == a.type and device.index in (None, a.index, 0) for a in available):
         refuse(f"--device {name!r} is not on this machine; it has {', '.join(map(str, available))}")
     return device
@@ -119,7 +128,7 @@ def dtype_named(name: str | None, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
-        refuse(f"--dtype {name!r} is no dtype; use float32, float16 or bfloat16")
+        refuse(f"--dtype {name!r} is not a dtype; use float32, float16 or bfloat16")
     from tilesmith.engine.argument_checks import FLOATS
 
     if dtype not in FLOATS:

@@ -21,8 +21,8 @@ def python_reference() -> str:
 
 
 def read(path: Path) -> str:
-    """A UTF-8 file. Raises ValueError when it is too short to train on."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    """A UTF-8 file. Raises OSError where it cannot be read, ValueError when it is too short to train on."""
+    text = _content(path, "a text file")
     if len(text) < 20_000:
         raise ValueError(f"{path} has {len(text)} characters; the demo needs at least 20,000 to train on")
     return text
@@ -30,11 +30,23 @@ def read(path: Path) -> str:
 
 def read_all(paths: Sequence[Path]) -> str:
     """UTF-8 files, one after the other. Raises OSError where one cannot be read, ValueError where one is empty."""
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    texts = [_content(path, "text files") for path in paths]
     for path, text in zip(paths, texts):
         if not text.strip():
             raise ValueError(f"{path} holds no text")
     return "\n".join(texts)
+
+
+def _content(path: Path, wanted: str) -> str:
+    """A file's text. wanted: what to give in place of a path that is none."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; give {wanted}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give {wanted}")
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as problem:
+        raise OSError(f"{path} cannot be read: {problem.strerror}") from problem
 
 
 class BytePairs:

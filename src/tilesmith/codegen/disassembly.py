@@ -155,7 +155,7 @@ def disassemble(module: bytes, names: bool = True) -> str:
     """
     words = struct.unpack(f"<{len(module) // 4}I", module[: len(module) // 4 * 4])
     if len(words) < _HEADER or words[0] != MAGIC or len(module) % 4:
-        raise ValueError("this is no SPIR-V module")
+        raise ValueError("this is not a SPIR-V module")
     reader, found, at = _Reader(names), [], _HEADER
     while at < len(words):
         length, opcode = words[at] >> 16, words[at] & 0xFFFF

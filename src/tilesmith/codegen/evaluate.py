@@ -102,7 +102,7 @@ class Evaluator(Writer):
         """What `node` is worth. Raises KernelError with its place."""
         evaluate = getattr(self, "_" + type(node).__name__.lower(), None)
         if evaluate is None:
-            raise self.error(node, f"{type(node).__name__} is no expression of a kernel; allowed: {_ALLOWED}")
+            raise self.error(node, f"{type(node).__name__} is not an expression of a kernel; allowed: {_ALLOWED}")
         try:
             return evaluate(node)
         except Misuse as misuse:

@@ -60,7 +60,7 @@ class Statements(Evaluator):
             self.line = node.lineno
         handle = getattr(self, "_" + type(node).__name__.lower() + "_statement", None)
         if handle is None:
-            raise self.error(node, f"{type(node).__name__} is no statement of a kernel; allowed: {_ALLOWED}")
+            raise self.error(node, f"{type(node).__name__} is not a statement of a kernel; allowed: {_ALLOWED}")
         try:
             handle(node)
         except Misuse as misuse:

@@ -68,17 +68,17 @@ def constant(value: bool | int | float, type_: Type | None = None) -> Const:
         else:
             type_ = f32
     if isinstance(value, bool) != (type_ is bool_):
-        raise Misuse(f"{value!r} is no {type_}")
+        raise Misuse(f"{value!r} is not of type {type_}")
     if type_.is_int:
         if not isinstance(value, int):
-            raise Misuse(f"{value!r} is no {type_}")
+            raise Misuse(f"{value!r} is not of type {type_}")
         low, high = _RANGES[type_.dtype]
         if not low <= value <= high:
             raise Misuse(f"{value} is outside {type_}: {low} to {high}")
     if type_.is_float:
         value = float(value)
         if not math.isfinite(value) or abs(value) > LARGEST[type_.dtype]:
-            raise Misuse(f"{value} is no finite {type_}; WebGPU assumes there is neither infinity nor NaN")
+            raise Misuse(f"{value} is not a finite {type_}; WebGPU assumes there is neither infinity nor NaN")
     return Const(type_, value)
 
 
@@ -88,7 +88,7 @@ def lift(value: object, type_: Type | None = None) -> Expr:
         return value
     if isinstance(value, (bool, int, float)):
         return constant(value, type_)
-    raise Misuse(f"{value!r} is no value of a kernel; allowed: numbers, bools and what the kernel computes")
+    raise Misuse(f"{value!r} is not a value of a kernel; allowed: numbers, bools and what the kernel computes")
 
 
 def same_type(left: object, right: object) -> tuple[Expr, Expr]:

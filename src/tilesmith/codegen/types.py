@@ -79,7 +79,7 @@ LONGEST = 2**20
 def type_named(name: str) -> Type:
     """The type called `name`. Raises KernelError for any other name."""
     if name not in TYPES:
-        raise KernelError(f"{name!r} is no type of a portable kernel; allowed: {', '.join(TYPES)}")
+        raise KernelError(f"{name!r} is not a type of a portable kernel; allowed: {', '.join(TYPES)}")
     return TYPES[name]
 
 

@@ -108,7 +108,7 @@ class _Verifier:
         names = Counter([ir.name, *(d.name for d in declared)])
         for name in names:
             if not _NAME.fullmatch(name):
-                self.wrong(f"{name!r} is no name; allowed: ASCII letters, digits and inner underscores")
+                self.wrong(f"{name!r} is not a name; allowed: ASCII letters, digits and inner underscores")
         for d in declared:
             if names[d.name] > 1:
                 self.wrong(f"{d.name} is declared twice")
@@ -136,7 +136,7 @@ class _Verifier:
     def statement(self, s: Stmt) -> None:
         handle = _STATEMENTS.get(type(s))
         if handle is None:
-            self.wrong(f"{type(s).__name__} is no statement")
+            self.wrong(f"{type(s).__name__} is not a statement")
         for e in operands(s):
             nested = isinstance(s, Assign) and isinstance(e, Subgroup)
             self.expression(e, alone=nested)
@@ -221,7 +221,7 @@ class _Verifier:
     def fragment(self, name: str, roles: str):
         fragment = self.ir.fragment_named.get(name)
         if fragment is None or fragment.role not in roles:
-            self.wrong(f"{name} is no fragment of role {' or '.join(roles)}")
+            self.wrong(f"{name} is not a fragment of role {' or '.join(roles)}")
         return fragment
 
     def element(self, e: Element | SetElement) -> None:
@@ -232,7 +232,7 @@ class _Verifier:
     def element_of(self, name: str, index: Expr) -> Buffer | Array:
         memory = self.ir.memory.get(name)
         if memory is None:
-            self.wrong(f"{name} is no array or buffer")
+            self.wrong(f"{name} is not an array or buffer")
         self.want(index, u32, f"the index of {name}")
         if isinstance(memory, Array) and self.lower_bound(index) >= memory.length:
             at = "at least " * (not isinstance(index, Const)) + str(self.lower_bound(index))
@@ -260,13 +260,13 @@ class _Verifier:
                 self.wrong("a subgroup operation stands alone on the right of an assignment")
             shuffles = e.op in ("shuffle", "shuffle_xor")
             if e.op not in ("add", "max", "min", "shuffle", "shuffle_xor") or shuffles != (e.operand is not None):
-                self.wrong(f"{e.op} is no subgroup operation, or has the wrong operands")
+                self.wrong(f"{e.op} is not a subgroup operation, or has the wrong operands")
             if e.type not in (f32, u32, i32) or e.x.type is not e.type or (shuffles and e.operand.type is not u32):
                 self.wrong(f"{e.op} of {e.x.type} gives {e.type}")
             return
         handle = _EXPRESSIONS.get(type(e))
         if handle is None:
-            self.wrong(f"{type(e).__name__} is no expression")
+            self.wrong(f"{type(e).__name__} is not an expression")
         rebuilt = handle(self, e)
         if rebuilt is not e.type:
             self.wrong(f"{type(e).__name__} has type {e.type}, its operands give {rebuilt}")

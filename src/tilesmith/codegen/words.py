@@ -60,7 +60,7 @@ def _array(space: str) -> Callable:
     def declare(writer: Writer, type_: Any, length: Any) -> Array:
         type_ = bool_ if type_ is bool else type_
         if not isinstance(type_, Type):
-            raise Misuse(f"{type_!r} is no type; allowed: {', '.join(TYPES)}")
+            raise Misuse(f"{type_!r} is not a type; allowed: {', '.join(TYPES)}")
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= LONGEST:
             raise Misuse(f"the length must be a compile-time int of 1 to {LONGEST:,}, got {length!r}")
         array = Array(writer.unique(writer.target), type_, length, space)
@@ -79,7 +79,7 @@ def _unroll(writer: Writer, start: Any, stop: Any, step: Any) -> range:
 
 def _bitcast(writer: Writer, type_: Any, x: Any) -> Expr:
     if not isinstance(type_, Type):
-        raise Misuse(f"{type_!r} is no type; allowed: f32, u32, i32 and their vectors; f16x2, bf16x2 and u32")
+        raise Misuse(f"{type_!r} is not a type; allowed: f32, u32, i32 and their vectors; f16x2, bf16x2 and u32")
     return typed.bitcast(type_, x)
 
 
@@ -131,7 +131,7 @@ def _fragment(writer: Writer, role: Any, type_: Any, tile: Any, placed: Any) -> 
 def _the_fragment(value: Any, roles: str) -> Fragment:
     if not isinstance(value, Fragment) or value.role not in roles:
         wanted = " or ".join(repr(r) for r in roles)
-        raise Misuse(f"{getattr(value, 'name', value)} is no fragment of role {wanted}")
+        raise Misuse(f"{getattr(value, 'name', value)} is not a fragment of role {wanted}")
     return value
 
 
@@ -145,7 +145,7 @@ def _fill(writer: Writer, fragment: Any, value: Any) -> None:
 
 def _memory(fragment: Fragment, array: Any, stride: Any, repeats: bool = False) -> None:
     if not isinstance(array, (Array, Buffer)) or getattr(array, "space", "") == "local":
-        raise Misuse(f"{getattr(array, 'name', array)} is no shared array or buffer")
+        raise Misuse(f"{getattr(array, 'name', array)} is not a shared array or buffer")
     if not packed(array, fragment):
         raise Misuse(f"{array.name} holds {array.type}, {fragment.name} {fragment.type}")
     unit = 4 if fragment.type is f32 else 8

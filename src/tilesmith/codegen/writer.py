@@ -43,7 +43,7 @@ class Writer:
     def unique(self, wanted: str) -> str:
         """A name that nothing in the kernel has yet."""
         if not wanted.isascii():
-            raise Misuse(f"{wanted} is no name; allowed: ASCII letters, digits and underscores")
+            raise Misuse(f"{wanted} is not a name; allowed: ASCII letters, digits and underscores")
         base = wanted.strip("_") or "unused"
         name, count = base, self.suffixes.get(base, 0)  # a kernel without loops holds thousands of one name
         while name in self.used:

@@ -181,8 +181,15 @@ class Op:
         return self._kernels[backend]
 
     def door(self, function: Function) -> Function:
-        """Decorate the function that users call, where its arguments are not the op's: `explain` takes its own."""
+        """Decorate the function that users call, where its arguments are not the op's: `explain` takes its own.
+
+        Its signature shows no parameters annotated NoReturn, which are there for errors that say what to write.
+        """
         self.door_function = function
+        signature = inspect.signature(function)
+        taken = [p for p in signature.parameters.values() if p.annotation is not typing.NoReturn]
+        if len(taken) < len(signature.parameters):
+            function.__signature__ = signature.replace(parameters=taken)
         return function
 
     # calls --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +32,7 @@ def register_kernel(
     names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
     it); with arguments that describe a kernel (backend, rejects, errors, tells, eps, plans) it is a ValueError. A
     function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and shown by
-    `explain`, without dispatch.
+    `explain`, without dispatch; a UserWarning says so where its parameters or its result lack annotations.
 
     backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
@@ -82,6 +84,23 @@ def register_kernel(
                 Op(fn, name=name)
             except (TypeError, ValueError) as problem:
                 PLAIN[name] = (fn, str(problem))
+                _warn_of_annotations(name, fn)
         return fn
 
     return add
+
+
+def _warn_of_annotations(name: str, fn: Callable[..., Any]) -> None:
+    """Warn where a function became a plain callable though it has parameters, and annotations are missing."""
+    signature = inspect.signature(fn)
+    wanted = [f"{p.name}: torch.Tensor" for p in signature.parameters.values() if p.annotation is p.empty]
+    if not signature.parameters or not (wanted or signature.return_annotation is signature.empty):
+        return
+    if signature.return_annotation is signature.empty:
+        wanted.append("the result")
+    last = wanted.pop()
+    warnings.warn(
+        f"{name} has no annotations, so it is registered as a plain callable: torch.ops.tilesmith.{name} does not "
+        f"exist; annotate {', '.join(wanted)}{' and ' if wanted else ''}{last}",
+        stacklevel=3,
+    )

@@ -1116,12 +1116,15 @@ def linear_cross_entropy(
         too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
         tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
         the backward knows the tokens' weights, and for gradients that were not asked for here.
-    Chosen is "keep" where weight's gradient is wanted and `chunks.whole` holds, else "chunks"; inside a `MemoryConfig`
-    the first of "keep", "chunks" and "recompute" that meets it.
+    Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
+    than an fp32 gradient of weight, else "chunks"; inside a `MemoryConfig` the first of "keep", "chunks" and
+    "recompute" that meets it.
 
-    chunk_tokens: C; 0 lets the library choose, by `chunks.tokens_per_step`; more make the mode "chunks" where none is
-    given. accumulate_fp32: whether weight's gradient is summed over chunks in fp32, which is then also how "chunks"
-    keeps it, 4·V·K bytes; else in weight's dtype, with one rounding a chunk.
+    chunk_tokens: C; above 0 the mode is "chunks" where none is given. 0 lets the library choose, for "chunks" so that
+    the logits of a chunk take at most 512 MiB (16 MiB on a CPU), or of 256 tokens if that is more; where weight's
+    gradient is summed over chunks, of up to K + 4096 tokens (K on a CPU) if that is more. accumulate_fp32: whether
+    weight's gradient is summed over chunks in fp32, which is then also how "chunks" keeps it, 4·V·K bytes; else in
+    weight's dtype, with one rounding a chunk.
 
     Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none".
 
@@ -1198,7 +1201,9 @@ def linear_distillation(
     temperature: above 0. Products and sums are rounded as in `linear_cross_entropy`.
 
     Kernels walk over chunks of tokens: both logits, the losses, the gradient in place of the student's logits, its two
-    products, in one pass. chunk_tokens: tokens of a chunk; 0 lets the library choose, by `chunks.tokens_per_chunk`.
+    products, in one pass. chunk_tokens: tokens of a chunk; 0 lets the library choose: equal chunks for which the logits
+    of both models take at most 512 MiB and at most twelve times x's size (on a CPU 16 MiB), or of 256 tokens if that is
+    more.
     accumulate_fp32: as in `linear_preference`.
 
     Returns (loss, parts): a scalar, and [2], the sums of soft and of hard losses; fp32 (fp64 for fp64 x). A gradient
@@ -1458,8 +1463,9 @@ def memory_efficient_linear(
     and computes the pre-activation of each again, at the cost of one more product.
 
     x, weight, bias, dtypes and autocast: see `linear`; activation: see `linear_act`. chunk_rows: rows of a chunk; 0
-    lets the library choose by `chunks.rows_per_chunk`: one chunk without an activation, since nothing is then computed
-    again.
+    lets the library choose: all rows where their pre-activations take at most 256 MiB (16 MiB on a CPU), else equal
+    chunks of at most that, or of 1024 rows if that is more; one chunk without an activation, since nothing is then
+    computed again.
 
     Memory in bytes, beyond the inputs and dy, for M rows, chunks of C, e bytes an element of x, w one of weight:
     forward M·N·e, and t·C·N·e while it runs; backward M·K·e + N·K·w, and while it runs b·C·N·e, and N·K·4 where w < 4

@@ -81,7 +81,7 @@ def beside(base: nn.Module, x: Tensor, a: Tensor, b: Tensor, dropout: nn.Module,
 def obstacle(module: nn.Module, name: str, a: nn.Module, b: nn.Module) -> str | None:
     """Why the op does not add an adapter of `module`, with these layers, in words; None where it does."""
     if type(a) is not nn.Linear or type(b) is not nn.Linear:
-        return "its factors are no plain linear layers"
+        return "its factors are not plain linear layers"
     if a._parameters.get("bias") is not None or b._parameters.get("bias") is not None:
         return "it has a bias"
     if name in module.lora_variant:

@@ -271,7 +271,7 @@ def _unfit(layer: nn.Module, blocks: tuple[Block, ...], part: str, activation: s
     if part == "dropout":
         odd = [block.dropout for block in blocks if type(layer._modules.get(block.dropout)) is not nn.Dropout]
         if odd:
-            return f"{odd[0]} is no nn.Dropout"
+            return f"{odd[0]} is not an nn.Dropout"
         if any(norm_of(layer._modules[block.norm]) is None for block in blocks):
             return "one of its norms was not replaced"
         return None if any(layer._modules[block.dropout].p > 0 for block in blocks) else "its dropouts drop nothing"

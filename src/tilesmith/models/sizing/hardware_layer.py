@@ -349,7 +349,7 @@ def _devices(wanted: Sequence[torch.device] | None) -> list[torch.device]:
     devices = []
     for device in wanted:
         if not isinstance(device, (torch.device, str)):
-            raise TypeError(f"HardwareAbstractionLayer: target_devices has {device!r}, which is no torch.device")
+            raise TypeError(f"HardwareAbstractionLayer: target_devices has {device!r}, which is not a torch.device")
         device = torch.device(device)
         if device.index is None and device.type in ("cuda", "xpu") and found[device.type]:
             device = torch.device(device.type, torch.get_device_module(device).current_device())

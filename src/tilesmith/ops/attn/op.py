@@ -107,7 +107,7 @@ def _tokens_of_factor(x: Tensor, scale: Tensor | None) -> int:
 
 def _hands_on(device: torch.device, pinned: bool) -> str | None:
     if device.type == "cpu" and not pinned:
-        return "the tensors are on cpu, where the reference serves what this would hand on; it serves only pinned calls"
+        return "it dequantises for another kernel; on a CPU only when pinned"
     return None
 
 
@@ -284,21 +284,22 @@ _SPELLINGS = {
     **dict.fromkeys(("alibi", "alibi_slopes"), "score=Score(alibi=...)"),
     **dict.fromkeys(("bias", "attn_bias"), "score=Score(bias=...)"),
     "dropout": "dropout_p=...",
-    "enable_gqa": "nothing: heads of q that share one of k and v are served as they are",
     "score_mod": "torch.nn.attention.flex_attention: functions of scores are not served here",
 }
 
 
 def _spelled(misplaced: dict[str, Any]) -> str:
     """What to write in place of keywords that `attention` does not have."""
-    known = [name for name in inspect.signature(attention).parameters if name != "misplaced"]
-    told = [
-        f"{name}={shown(value)}: write {_SPELLINGS[name]}"
-        if name in _SPELLINGS
-        else f"{name}. {suggestion(name, known)}"
-        for name, value in misplaced.items()
-    ]
-    return f"attention: there is no argument {'; no argument '.join(told)}"
+    told = []
+    for name, value in misplaced.items():
+        if name == "enable_gqa":
+            do = ": leave it out: heads of q that share one of k and v are served as they are"
+        elif name in _SPELLINGS:
+            do = f": write {_SPELLINGS[name]}"
+        else:
+            do = f". {suggestion(name, inspect.signature(attention).parameters)}"
+        told.append(f"{name} (got {shown(value)}){do}")
+    return f"attention has no argument {'; nor '.join(told)}"
 
 
 def _autocast_to_come(q: Tensor) -> bool:

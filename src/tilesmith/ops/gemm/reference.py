@@ -210,8 +210,9 @@ def memory_efficient_linear(
     and computes the pre-activation of each again, at the cost of one more product.
 
     x, weight, bias, dtypes and autocast: see `linear`; activation: see `linear_act`. chunk_rows: rows of a chunk; 0
-    lets the library choose by `chunks.rows_per_chunk`: one chunk without an activation, since nothing is then computed
-    again.
+    lets the library choose: all rows where their pre-activations take at most 256 MiB (16 MiB on a CPU), else equal
+    chunks of at most that, or of 1024 rows if that is more; one chunk without an activation, since nothing is then
+    computed again.
 
     Memory in bytes, beyond the inputs and dy, for M rows, chunks of C, e bytes an element of x, w one of weight:
     forward M·N·e, and t·C·N·e while it runs; backward M·K·e + N·K·w, and while it runs b·C·N·e, and N·K·4 where w < 4

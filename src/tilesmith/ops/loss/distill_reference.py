@@ -216,7 +216,9 @@ def linear_distillation(
     temperature: above 0. Products and sums are rounded as in `linear_cross_entropy`.
 
     Kernels walk over chunks of tokens: both logits, the losses, the gradient in place of the student's logits, its two
-    products, in one pass. chunk_tokens: tokens of a chunk; 0 lets the library choose, by `chunks.tokens_per_chunk`.
+    products, in one pass. chunk_tokens: tokens of a chunk; 0 lets the library choose: equal chunks for which the logits
+    of both models take at most 512 MiB and at most twelve times x's size (on a CPU 16 MiB), or of 256 tokens if that is
+    more.
     accumulate_fp32: as in `linear_preference`.
 
     Returns (loss, parts): a scalar, and [2], the sums of soft and of hard losses; fp32 (fp64 for fp64 x). A gradient

@@ -137,12 +137,15 @@ def linear_cross_entropy(
         too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
         tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
         the backward knows the tokens' weights, and for gradients that were not asked for here.
-    Chosen is "keep" where weight's gradient is wanted and `chunks.whole` holds, else "chunks"; inside a `MemoryConfig`
-    the first of "keep", "chunks" and "recompute" that meets it.
+    Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
+    than an fp32 gradient of weight, else "chunks"; inside a `MemoryConfig` the first of "keep", "chunks" and
+    "recompute" that meets it.
 
-    chunk_tokens: C; 0 lets the library choose, by `chunks.tokens_per_step`; more make the mode "chunks" where none is
-    given. accumulate_fp32: whether weight's gradient is summed over chunks in fp32, which is then also how "chunks"
-    keeps it, 4·V·K bytes; else in weight's dtype, with one rounding a chunk.
+    chunk_tokens: C; above 0 the mode is "chunks" where none is given. 0 lets the library choose, for "chunks" so that
+    the logits of a chunk take at most 512 MiB (16 MiB on a CPU), or of 256 tokens if that is more; where weight's
+    gradient is summed over chunks, of up to K + 4096 tokens (K on a CPU) if that is more. accumulate_fp32: whether
+    weight's gradient is summed over chunks in fp32, which is then also how "chunks" keeps it, 4·V·K bytes; else in
+    weight's dtype, with one rounding a chunk.
 
     Returns the loss, fp32 (fp64 for fp64 x): a scalar, or [...] for "none".
 

@@ -136,8 +136,8 @@ def _spelled(misplaced: dict[str, Any]) -> str:
         keywords = f", or write scale={value} for a factor" if isinstance(value, float) else ""
         return f"softmax: {name} is {shown(value)}; softmax is over the last dim and takes no dim: {write}{keywords}"
     if name == "dtype":
-        return f"softmax: there is no argument dtype={value}: write softmax(x.to({value}))"
-    return f"softmax: there is no argument {name}. {suggestion(name, ('x', 'scale', 'causal'))}"
+        return f"softmax has no argument dtype (got {value}): write softmax(x.to({value}))"
+    return f"softmax has no argument {name}. {suggestion(name, ('x', 'scale', 'causal'))}"
 
 
 @softmax_dropout_op.door

@@ -126,7 +126,7 @@ def _take(path: Any, work: nn.Module, tensors: dict[str, Tensor]) -> None:
 def _said(path: Any, metadata: dict[str, str] | None) -> dict:
     said = json.loads((metadata or {}).get("tilesmith", "{}"))
     if said.get("format") != FORMAT:
-        raise ValueError(f"{path} is no packed model: its format is {said.get('format')!r}, known is {FORMAT!r}")
+        raise ValueError(f"{path} is not a packed model: its format is {said.get('format')!r}, known is {FORMAT!r}")
     return said
 
 

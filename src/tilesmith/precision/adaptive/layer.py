@@ -119,7 +119,7 @@ def check_packed(packed: dict[str, Tensor], rows: int) -> None:
     order, strips = packed["order"].long().cpu(), packed["strips"].long().cpu()
     groups = order.shape[1]
     if not torch.equal(order.sort(1).values, torch.arange(groups).expand_as(order)):
-        raise ValueError("packed weight: order is no permutation of the groups in each strip")
+        raise ValueError("packed weight: order is not a permutation of the groups in each strip")
     ends = torch.cat((strips[:, 1:], strips.new_full((len(strips), 1), groups)), 1)
     counts = ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))
     sizes = (counts * torch.tensor(WIDTHS)).sum(1) * WORDS_PER_BIT

@@ -295,7 +295,7 @@ def _tma_refused(a: Tensor, b: Tensor, stored: Sequence[Tensor]) -> str | None:
     if a.shape[1] == 0:
         return "there is nothing to sum over"
     if not (_has_descriptor(a) and _has_descriptor(b)):
-        return "the strides or the address of an operand are no multiples of 16 bytes"
+        return "the strides or the address of an operand are not multiples of 16 bytes"
     if not all(_has_descriptor(t) and not _turned(t) for t in stored):
         return "rows of the output do not begin at multiples of 16 bytes"
     return None
