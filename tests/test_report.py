@@ -204,7 +204,7 @@ def test_a_model_without_data_has_no_line_of_calls():
     assert "Calls since optimize(): layer_norm 1" in str(report)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3", "gpt2", "bert", "vit", "whisper"])
 def test_a_report_lists_what_a_user_can_change(family):
     """Activations in MLPs, norms of no sum and inner models are left to the full report, and the numbers agree."""
     model = build(family)

@@ -78,16 +78,16 @@ class Spelling:
         takes = {name: ast.unparse(n.args[0]) for n in nodes if (name := self.norm_of(n)) is not None}
         adds = any(self.addition(n) is not None or increased(n) is not None for n in nodes)
         taken: set[str] = set()
-        self._spread(tree.body, set(), taken, True)
+        self._spread(tree.body, set(), taken, ())
         return Unfollowed(tuple(takes.items()), frozenset(taken), adds)
 
-    def _spread(self, block: list[ast.stmt], sums: set[str], taken: set[str], certain: bool) -> None:
+    def _spread(self, block: list[ast.stmt], sums: set[str], taken: set[str], within: tuple[type, ...]) -> None:
         """Add to `taken` the norms that `block` calls with what may be a sum. sums: the names that may be one, kept up
-        to date; certain: whether `block` is reached in any case, so that a name bound anew is no sum any more."""
+        to date; within: the kinds of statements around `block`."""
         for statement in block:
             inner = [getattr(statement, field) for field in _BLOCKS if getattr(statement, field, None)]
             for part in inner * 2:  # a loop hands names on to its next turn
-                self._spread(part, sums, taken, certain and not isinstance(statement, ast.If))
+                self._spread(part, sums, taken, (*within, type(statement)))
             if inner:
                 continue
             calls = ((self.norm_of(node), node) for node in ast.walk(statement))
@@ -95,7 +95,7 @@ class Spelling:
             names, value = flow.bound(statement), getattr(statement, "value", None)
             if increased(statement) is not None or (value is not None and self._may_be_sum(value, sums)):
                 sums |= names | {increased(statement)} - {None}
-            elif certain:
+            elif ast.If not in within or ast.For in within:  # layers in a loop run, though some may be skipped
                 sums -= names
 
     def _may_be_sum(self, node: ast.AST, sums: set[str]) -> bool:
