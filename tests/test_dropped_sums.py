@@ -84,6 +84,29 @@ class TwoDropouts(Block):
         return self.norm(self.drop(self.dense(x)) + self.drop(y))
 
 
+class ByPosition(Block):
+    """A dropout by a function in another spelling."""
+
+    def forward(self, x, y):
+        y = F.dropout(self.dense(y), 0.3, self.training)
+        y = x + y
+        return self.norm(y)
+
+
+class ByPositionInside(Block):
+    def forward(self, x, y):
+        return self.norm(x + nn.functional.dropout(self.dense(y), 0.3, self.training))
+
+
+class OfSomethingElse(Block):
+    """What it adds is not dropped from."""
+
+    def forward(self, x, y):
+        weights = F.dropout(x, 0.3, self.training)
+        y = self.dense(y) * weights
+        return self.norm(x + y)
+
+
 FUSED, LEFT = [PostNorm, Inline, Functional, PreNorm], [Kept, OtherFunction, TwoDropouts]
 
 
@@ -138,7 +161,16 @@ def test_the_dropout_is_drawn_in_the_op(cls, norm):
     torch.testing.assert_close(found, _step(plain, x, y))
 
 
-@pytest.mark.parametrize("cls", [*FUSED, *LEFT])
+@pytest.mark.parametrize("cls", [ByPosition, ByPositionInside, OfSomethingElse, *FUSED])
+def test_a_dropout_by_a_function_that_is_not_taken_is_told(cls):
+    _, model, _, _ = _pair(cls)
+    (row,) = [row for row in model.tilesmith_report.replaced if row.rule == "add_norm"]
+    stays = cls in (ByPosition, ByPositionInside)
+    assert row.ops == (("dropout_add_norm",) if cls in FUSED else ("add_layer_norm",))
+    assert row.reason.endswith("; F.dropout of what it adds stays a call of its own") is stays
+
+
+@pytest.mark.parametrize("cls", [*FUSED, *LEFT, ByPosition, ByPositionInside])
 def test_without_a_kernel_the_same_is_drawn(cls):
     plain, model, x, y = _pair(cls)
     assert all(torch.equal(a, b) for a, b in zip(_step(model, x, y), _step(plain, x, y)))

@@ -1,9 +1,12 @@
 """`register_for_transformers` and `register_for_sdpa`: attention of models, and PyTorch's own, on the library's."""
 
+import importlib
 import itertools
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 import tilesmith
 from optimize_models import assert_within_budget, batch, build, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
+from tilesmith.models import sequence
 from tilesmith.models.attention import interface, masks, sdpa
 from tilesmith.models.attention.interface import attention_forward
 from tilesmith.models.attention.masks import KeyMask, key_mask
@@ -20,6 +24,7 @@ from tilesmith.validate.budget import compare
 transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 FAMILIES = ("llama", "gpt2", "gemma2", "bert")
 
 FRESH = """
@@ -44,9 +49,19 @@ def test_nothing_is_registered_on_import():
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
+    """By the floor that the package itself asks for."""
+    (floor,) = re.findall(r'^hf = \["transformers>=([\d.]+)"\]$', PROJECT.read_text(encoding="utf-8"), re.MULTILINE)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="needs transformers 5 or later"):
-        tilesmith.register_for_transformers()
+    monkeypatch.delitem(sys.modules, "tilesmith.integrations.trainer", raising=False)
+    calls = {
+        "register_for_transformers": tilesmith.register_for_transformers,
+        "shard_sequence": sequence._transformers,
+        "tilesmith.integrations.trainer": lambda: importlib.import_module("tilesmith.integrations.trainer"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ImportError) as raised:
+            call()
+        assert str(raised.value) == f"{name} needs transformers {floor} or later: pip install 'transformers>={floor}'"
 
 
 @pytest.mark.parametrize("padded", [None, "right", "left"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 
@@ -131,6 +132,102 @@ def test_functions_that_a_hand_written_model_calls_have_a_row():
     model(torch.randint(11, (2, 5))).backward()
 
 
+class Block(nn.Module):
+    """A sum goes into a norm, so the block is replaced; its attention is a function of PyTorch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.n1, self.n2 = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.n1(x)).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.n2(x)
+
+
+class NamedAsFunctions(nn.Module):
+    """Children and methods that have the names of functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer_norm, self.dense = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def rms_norm(self, x):
+        return x * 2
+
+    def forward(self, x):
+        return self.dense(self.rms_norm(self.layer_norm(x)))
+
+
+def test_a_replaced_block_still_tells_of_the_functions_that_it_calls():
+    rows = tilesmith.optimize(Block()).tilesmith_report.rows
+    assert [row.action for row in rows if row.rule == "add_norm"] == ["replaced"]
+    (row,) = [row for row in rows if row.rule == "functional"]
+    assert row.reason.startswith("it calls scaled_dot_product_attention itself: on a GPU ops.attention serves it")
+    again = tilesmith.optimize(Block(), only="functional").tilesmith_report.rows
+    assert row in again
+
+
+@pytest.mark.parametrize("family", ["t5", None])
+def test_a_child_named_as_a_function_is_no_call_of_it(family):
+    model = tilesmith.optimize(build(family) if family else NamedAsFunctions())
+    assert not [row for row in model.tilesmith_report.rows if row.rule == "functional"]
+
+
+def test_attention_that_a_module_computes_by_ours_is_not_advised():
+    """Falcon's forward has a call of PyTorch's attention beside scores of its own."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+    model = tilesmith.optimize(transformers.FalconForCausalLM(config))
+    rules = {row.rule for row in model.tilesmith_report.rows if row.cls == "FalconAttention"}
+    assert "attention" in rules and "functional" not in rules
+
+
+def test_without_a_kernel_no_step_is_asked_for():
+    def check():
+        model = tilesmith.optimize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
+        for _ in range(2):
+            text = str(model.tilesmith_report)
+            assert "Calls since optimize(): none of ours, as no kernel of ours for these ops runs on cpu" in text
+            model(torch.randn(2, 8)).sum().backward()
+        assert "none of ours yet; run a step" in str(tilesmith.optimize(build("llama")).tilesmith_report)  # its loss
+
+    contextvars.Context().run(check)
+
+
+def test_a_model_without_data_has_no_line_of_calls():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(8))
+    report = tilesmith.optimize(model).tilesmith_report
+    assert report.device == "meta" and "Calls since" not in f"{report}{report.full()}"
+    model.to_empty(device="cpu")(torch.randn(2, 8))
+    assert "Calls since optimize(): layer_norm 1" in str(report)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3", "gpt2", "bert", "vit", "whisper"])
+def test_a_report_lists_what_a_user_can_change(family):
+    """Activations in MLPs, norms of no sum and inner models are left to the full report, and the numbers agree."""
+    model = build(family)
+    model.config.use_cache = False
+    report = tilesmith.optimize(model).tilesmith_report
+    text, full = str(report), report.full()
+    quiet = [row for row in report.skipped if row.quiet]
+    assert quiet and not [row for row in quiet if row.reason[:40] in text]
+    assert all(row.reason[:40] in " ".join(full.split()) for row in quiet)
+    left = [row for row in report.skipped if row.rule and not row.wanted and not row.quiet]
+    assert {row.rule for row in left} <= {"bias"}
+    assert (f"{len(left)} left as is," in text) is ("Left as they are" in text) is bool(left)
+    assert f"Nothing is lost by leaving {len(quiet)} more; report.full() has them" in text
+    assert "not followed" not in text
+
+
+def test_positions_are_explained():
+    model = tilesmith.optimize(build("llama"))
+    rows = [row for row in model.tilesmith_report.rows if row.rule == "attention" and row.fqn in ("", "model")]
+    told = "under torch.compile, position_ids are taken to mean packed sequences; do not pass them otherwise"
+    assert len(rows) == 2 and all(row.reason.endswith(told) for row in rows)
+
+
 def test_the_device_is_told():
     pinned = str(tilesmith.optimize(nn.Sequential(nn.LayerNorm(8))).tilesmith_report)
     assert "On cpu these run: layer_norm (reference)" in pinned  # the fixture pins it
@@ -143,5 +240,6 @@ def test_modules_without_a_rule_are_folded():
     rows = [Row(f"layers.{i}.{n}", "Linear", "", "skipped", (), "no rule for Linear") for i in range(9) for n in "qkvo"]
     text = str(Report((*rows, Row("norm", "Norm", "norm", "skipped", (), "it raised on small inputs", wanted=True))))
     assert "No rule for: Linear ×36" in text and len(text.splitlines()) <= 5
+    assert text.startswith("0 replaced, 1 could not be, 36 have no rule")
     assert "norm: norm (Norm): it raised on small inputs" in text
     assert "<pre>" in Report(tuple(rows))._repr_html_()

@@ -68,6 +68,96 @@ def test_a_model_of_tokens_is_run_on_tokens():
     )
 
 
+class Asking(Block):
+    """Cannot be run, and what its norm takes is no sum of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.n2 = nn.Identity()
+
+    def forward(self, x, context):
+        h = x + context["f"](x)
+        for part in context["parts"]:
+            h = part(h + 1, x)
+        return self.n1(h[:, : h.shape[1] + 1]) + self.n2(x)
+
+
+class AskingInVain(Asking):
+    """Nor this, whose norm may take a sum."""
+
+    def forward(self, x, context):
+        h = (x + context["f"](x)).flatten(1)
+        y = h
+        return self.n1(y)
+
+
+class AskingInALoop(Asking):
+    def forward(self, x, context):
+        for part in context["parts"]:
+            y = self.n1(x)
+            x = x + part(y)
+        return x
+
+
+class AskingByAnotherName(Asking):
+    def forward(self, x, context):
+        n = self.n1
+        return n(x + context["f"](x))
+
+
+@pytest.mark.parametrize(
+    ("cls", "quiet"), [(Asking, True), (AskingInVain, False), (AskingInALoop, False), (AskingByAnotherName, False)]
+)
+def test_what_could_not_be_run_is_told_where_a_sum_may_go_into_a_norm(cls, quiet):
+    report = tilesmith.optimize(cls()).tilesmith_report
+    (row,) = [row for row in report.rows if row.rule == "add_norm"]
+    assert re.search(r"^not followed: .*; it raised \w+ on small inputs$", row.reason), row.reason
+    assert row.quiet is quiet and ("not followed" in str(report)) is not quiet
+
+
+class PreNorm(nn.Module):
+    """As tutorials nest it: the sum of one is normalised by the next."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.norm, self.f = nn.LayerNorm(WIDTH), f
+
+    def forward(self, x):
+        return x + self.f(self.norm(x))
+
+
+class PreNormWithWeights(PreNorm):
+    """Returns more than the sum."""
+
+    def forward(self, x):
+        x = x + self.f(self.norm(x))
+        return {"x": x, "weights": None}
+
+
+class PostNormed(Block):
+    """The sum is normalised; what is returned is none."""
+
+    def forward(self, x):
+        return self.n1(x).tanh()
+
+
+def test_a_sum_that_leaves_its_module_is_said_to():
+    layers = [PreNorm(nn.Linear(WIDTH, WIDTH)), PreNorm(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))]
+    model = tilesmith.optimize(nn.Sequential(*layers, PreNormWithWeights(nn.Tanh()), PostNormed()))
+    rows = rows_of(model)
+    for name in "012":
+        row = rows[name, "add_norm"]
+        assert row.reason == (
+            "its sum leaves the module: a norm that takes it is in another module, so they are not joined; in one "
+            "forward they would be"
+        )
+        assert not row.wanted and not row.quiet
+    assert rows["3", "add_norm"].quiet and re.search(NONE, rows["3", "add_norm"].reason)
+    assert "its sum leaves the module" in str(model.tilesmith_report)
+    alone = tilesmith.optimize(PreNorm(nn.Tanh()))
+    assert re.search(NONE, row_of(alone).reason)  # nobody takes what the whole model returns
+
+
 class Uncopied(nn.Module):
     def __deepcopy__(self, memo):
         return self

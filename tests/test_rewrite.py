@@ -177,8 +177,10 @@ def test_report_in_all_its_forms():
     rows = [Row(f"layers.{i}.norm", "Norm", "norm", "replaced", ("rms_norm",), "a <norm>") for i in range(3)]
     report = Report((*rows, Row("", "Model", "loss", "skipped", (), "no head")))
     text = str(report)
-    assert "3 replaced, 0 could not be, 0 have no rule" in text and "norm:       rms_norm in Norm ×3" in text
-    assert "loss: (model) (Model): no head" in text and "layers.*.norm ×3 (Norm)  norm: replaced by" in report.full()
+    assert (
+        "3 replaced, 0 could not be, 1 left as is, 0 have no rule" in text and "norm:       rms_norm in Norm ×3" in text
+    )
+    assert "loss: the model (Model): no head" in text and "layers.*.norm ×3 (Norm)  norm: replaced by" in report.full()
     assert "a &lt;norm&gt;" in report._repr_html_()
     assert json.loads(report.to_json())[0]["fqn"] == "layers.0.norm"
     assert pickle.loads(pickle.dumps(report)) == report

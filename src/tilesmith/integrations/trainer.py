@@ -8,13 +8,12 @@ from torch import nn
 
 from tilesmith.integrations.blocks import refuse_idle_blocks
 from tilesmith.models import optimize, undo
+from tilesmith.models.attention.interface import needs_transformers
 
 try:
     from transformers import TrainerCallback
 except ImportError as problem:
-    raise ImportError(
-        "tilesmith.integrations.trainer needs transformers 5 or later: pip install 'transformers>=5'"
-    ) from problem
+    raise ImportError(needs_transformers("tilesmith.integrations.trainer")) from problem
 
 OPTIONS = ("only", "exclude", "strict", "compile", "graphs")  # of `optimize`
 

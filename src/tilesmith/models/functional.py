@@ -9,7 +9,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from tilesmith.models.attention.inline import InlineAttentionForm
+from tilesmith.models.attention.methods import AttentionMethodForm
 from tilesmith.models.attention.modules import uses_interface
+from tilesmith.models.attention.selected_blocks import SelectionForm
+from tilesmith.models.layers.gated_norms import GatedNormForm
+from tilesmith.models.layers.losses import LabelledForm
 from tilesmith.models.layers.norms import norm_of
 from tilesmith.rewrite import Replace, Rule, Site, Skip, forms, original_class
 
@@ -21,6 +26,12 @@ _ADVICE = {
     "rms_norm": "an nn.RMSNorm would be replaced, or call ops.rms_norm",
     "layer_norm": "an nn.LayerNorm would be replaced, or call ops.layer_norm",
 }
+# What a module with such a form does not compute by these functions any more, or does so on purpose.
+_SERVED = (
+    ((InlineAttentionForm, AttentionMethodForm, SelectionForm), ("scaled_dot_product_attention", "flash_attn_func")),
+    ((LabelledForm,), ("cross_entropy",)),
+    ((GatedNormForm,), ("rms_norm", "layer_norm")),
+)
 
 
 class FunctionalRule(Rule):
@@ -35,13 +46,20 @@ class FunctionalRule(Rule):
         if packed:
             return Skip(f"its weights are kept in {packed}: who made them so computes its product", wanted=False)
         cls = original_class(type(site.module))
-        if cls.__module__.partition(".")[0] == "torch" or norm_of(site.module) is not None or forms(site.module):
+        if cls.__module__.partition(".")[0] == "torch" or norm_of(site.module) is not None:
             return None
         if uses_interface(site.module):
             return None
-        called = _names(cls)
+        called = _names(cls) - _served(site.module)
+        # Its own children and methods may have such a name, too (T5's layer_norm).
+        called = {name for name in called if name not in site.module._modules and not hasattr(cls, name)}
         found = [f"it calls {name} itself: {advice}" for name, advice in _ADVICE.items() if name in called]
         return Skip("; ".join(found), wanted=False) if found else None
+
+
+def _served(module: nn.Module) -> set[str]:
+    """Functions whose part in the forward of `module` the library has taken over."""
+    return {name for form in forms(module) for kinds, names in _SERVED if isinstance(form, kinds) for name in names}
 
 
 def _packed(module: nn.Module) -> str:

@@ -35,7 +35,7 @@ from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.layers.residuals import AddNormRule
 from tilesmith.models.layers.rotary import RotaryRule
 from tilesmith.models.layers.xielu import XieluRule
-from tilesmith.models.reach import effects
+from tilesmith.models.reach import described
 
 # In this order: a fused residual looks for replaced norms, an activation for the MLP that computes it, the rule of
 # biases for output layers that the loss has taken.
@@ -158,8 +158,8 @@ def optimize(
             if row.rule == rule.name:
                 rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
-    told = effects((op for row in found.replaced for op in row.ops), kind) + could_be_packed(model)
-    model.tilesmith_report = replace(found, effects=told, notes=tuple(rule.record for rule in whole))
+    found = described(found, kind, *could_be_packed(model))
+    model.tilesmith_report = replace(found, notes=tuple(rule.record for rule in whole))
     return model
 
 

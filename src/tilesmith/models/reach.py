@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from tilesmith.engine import ops as declared
 from tilesmith.engine import torch_private
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
-from tilesmith.rewrite import CALLS
+from tilesmith.rewrite import CALLS, Report
 
 
 def reaches(op: str, x: Tensor) -> bool:
@@ -47,6 +48,17 @@ def ran(module: nn.Module, op: str) -> None:
             calls[op] = calls.get(op, 0) + 1
 
 
+def serves(op: str, kind: str) -> bool:
+    """Whether something of the library computes `op` on a type of device: the loss in chunks runs on each."""
+    return op == "linear_cross_entropy" or reaches_device(op, kind)
+
+
+def described(report: Report, kind: str, *more: str) -> Report:
+    """`report` with what its replacements do on a type of device, and more sentences."""
+    ops = {op: serves(op, kind) for row in report.replaced for op in row.ops}
+    return replace(report, effects=(*effects(ops, kind), *more), device=kind, served=not ops or any(ops.values()))
+
+
 def effects(ops: Iterable[str], kind: str) -> tuple[str, ...]:
     """What replacements by `ops` do on a type of device, in sentences."""
     if kind == "meta":
@@ -54,7 +66,7 @@ def effects(ops: Iterable[str], kind: str) -> tuple[str, ...]:
     ops = list(dict.fromkeys(ops))
     device = torch.device(kind)
     served = {op: [b for b in declared()[op].backends() if b != REFERENCE and missing(b, device) is None] for op in ops}
-    own = [op for op in ops if not reaches_device(op, kind) and op != "linear_cross_entropy"]
+    own = [op for op in ops if not serves(op, kind)]
     told, modules = [], [op for op in own if op != "attention"]
     if modules:
         told.append(f"On {kind} no kernel serves {', '.join(modules)}: these modules compute as before, no faster.")

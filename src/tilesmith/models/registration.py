@@ -5,7 +5,7 @@ from tilesmith.models.layers.experts import register_experts
 
 
 def register_for_transformers() -> None:
-    """Make attn_implementation="tilesmith" and experts_implementation="tilesmith" known to transformers 5 or later.
+    """Make attn_implementation="tilesmith" and experts_implementation="tilesmith" known to transformers.
 
         tilesmith.register_for_transformers()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilesmith")
@@ -16,7 +16,7 @@ def register_for_transformers() -> None:
     attention, or for soft caps and sinks the model's own. What padding itself attends to may differ from other
     implementations. Under torch.compile transformers takes any call without a mask for one that may be packed, and its
     mask is dense. `optimize` does all this, tells a compiled model by whether its caller gives position_ids, and does
-    more. Raises ImportError without such a transformers.
+    more. Raises ImportError without transformers, and names the oldest that is supported.
     """
     register_attention()
     register_experts()

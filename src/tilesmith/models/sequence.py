@@ -15,6 +15,7 @@ from tilesmith import ops
 from tilesmith.distributed import Layout, Ring, context_parallel_attention, ring_of
 from tilesmith.distributed.attention import MODES
 from tilesmith.distributed.layout import boundaries
+from tilesmith.models.attention.interface import needs_transformers
 from tilesmith.models.attention.masks import KeyMask, _rule
 from tilesmith.models.attention.modules import computes_mask, uses_interface
 from tilesmith.models.cache_argument import CACHE_NAMES
@@ -377,5 +378,5 @@ def _transformers() -> Any:
 
         _ = transformers.AttentionMaskInterface
     except (ImportError, AttributeError) as problem:
-        raise ImportError("shard_sequence needs transformers 5 or later: pip install 'transformers>=5'") from problem
+        raise ImportError(needs_transformers("shard_sequence")) from problem
     return transformers

@@ -45,7 +45,7 @@ def rewrite(
         report = Report(tuple(row for site in sites for row in rows[site.fqn]), counted=_counted(sites, rows))
         lost = [row for row in report.skipped if row.wanted]
         if strict and lost:
-            reasons = "\n".join(f"  {row.fqn or '(model)'} ({row.cls}), {row.rule}: {row.reason}" for row in lost)
+            reasons = "\n".join(f"  {row.fqn or 'the model'} ({row.cls}), {row.rule}: {row.reason}" for row in lost)
             raise RewriteError(f"strict=True, and {len(lost)} modules cannot be replaced:\n{reasons}")
     except BaseException:
         for module in reversed(swapped):
@@ -97,9 +97,9 @@ def _apply(rule: Rule, site: Site, excluded: Callable[[str, str], bool], swapped
             swap(site.module, found.form)
             swapped.append(site.module)
     if isinstance(found, Skip):
-        return Row(site.fqn, cls.__name__, rule.name, "skipped", (), found.reason, found.wanted)
+        return Row(site.fqn, cls.__name__, rule.name, "skipped", (), found.reason, found.wanted, found.quiet)
     action = "replaced" if found.computes else "skipped"
-    return Row(site.fqn, cls.__name__, rule.name, action, found.ops, found.reason)
+    return Row(site.fqn, cls.__name__, rule.name, action, found.ops, found.reason, quiet=not found.computes)
 
 
 def _left_alone(site: Site) -> Iterable[Row]:

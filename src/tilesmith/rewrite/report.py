@@ -21,7 +21,8 @@ _COLUMNS = ("module", "class", "rule", "action", "ops", "reason")
 class Row:
     """One module: what was done to it, by which rule, and why.
 
-    `wanted` says that a rule would have replaced the module and could not; `strict=True` raises on such rows.
+    `wanted` says that a rule would have replaced the module and could not; `strict=True` raises on such rows. `quiet`
+    says that nobody would want the module replaced; only `full()` shows such rows.
     """
 
     fqn: str
@@ -31,6 +32,7 @@ class Row:
     ops: tuple[str, ...]
     reason: str
     wanted: bool = False
+    quiet: bool = False
 
 
 class Note(Protocol):
@@ -45,18 +47,22 @@ class Note(Protocol):
 class Report:
     """The rows of one `optimize` call, in the order of `model.named_modules()`.
 
-    `print(report)` shows what was gained, what it means on the model's device, what could not be replaced and why, and
-    how often each op has run since. `print(report.full())` shows every module, the layers of a model in one line. A
-    notebook shows both.
+    `print(report)` shows what was gained, what it means on the model's device, what could not be replaced or was left
+    as it is and why, and how often each op has run since. `print(report.full())` shows every module, the layers of a
+    model in one line. A notebook shows both.
 
     effects: sentences on what the replacements do on the device that the model was on. counted: module name -> op ->
     calls so far, kept up to date by the model. notes: what compiled and recorded blocks have done so far, likewise.
+    device: the type of the device that the model was on, "" if unknown; served: whether a kernel of ours for any of the
+    ops runs on it.
     """
 
     rows: tuple[Row, ...]
     effects: tuple[str, ...] = ()
     counted: Mapping[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
+    device: str = ""
+    served: bool = True
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -99,19 +105,22 @@ class Report:
 
     def _summary(self) -> list[str]:
         rest = Counter(row.cls for row in self.skipped if not row.wanted and not row.rule)
-        lines = [f"{len(self.replaced)} replaced, {len(self.wanted)} could not be, {sum(rest.values())} have no rule"]
+        left = [row for row in self.skipped if row.rule and not row.wanted]
+        told = [row for row in left if not row.quiet]
+        counts = [f"{len(self.replaced)} replaced", f"{len(self.wanted)} could not be"]
+        counts += [f"{len(told)} left as is"] if told else []
+        lines = [", ".join([*counts, f"{sum(rest.values())} have no rule"])]
         lines += self._gained()
         for effect in self.effects:
             lines += _wrapped(effect, "  ", "    ")
-        if self.replaced:
+        if self.replaced and (self.device != "meta" or any(self.calls().values())):
             lines += _wrapped(f"Calls since optimize(): {self._ran()}", "", "  ")
         for sentence in (sentence for note in self.notes for sentence in note.told()):
             lines += _wrapped(sentence, "  ", "    ")
-        lost = self._folded(row for row in self.skipped if row.wanted)
-        lines += ["Could not be replaced"] if lost else []
-        for (rule, cls, reason), names in lost.items():
-            lines += _wrapped(f"{rule}: {_listed(names)} ({cls}): {reason}", "  ", "    ")
-        lines += self._left_alone()
+        lines += self._section("Could not be replaced", self.wanted)
+        lines += self._section("Left as they are", told)
+        if len(left) > len(told):
+            lines.append(f"Nothing is lost by leaving {len(left) - len(told)} more; report.full() has them")
         if rest:
             kinds = ", ".join(f"{cls} ×{n}" if n > 1 else cls for cls, n in rest.most_common())
             lines += _wrapped(f"No rule for: {kinds}", "", "  ")
@@ -129,15 +138,17 @@ class Report:
             lines += _wrapped(f"{rule + ':':<12}{f'{ops} in ' if ops else ''}{classes}", "  ", " " * 14)
         return lines
 
-    def _left_alone(self) -> list[str]:
-        """Modules that a rule looked at and for which nothing is lost by leaving them, one line for each reason."""
+    def _section(self, title: str, rows: Iterable[Row]) -> list[str]:
+        """Modules that a rule looked at and left, one line for each reason."""
         lines = []
-        for (rule, cls, reason), names in self._folded(r for r in self.skipped if r.rule and not r.wanted).items():
+        for (rule, cls, reason), names in self._folded(rows).items():
             lines += _wrapped(f"{rule}: {_listed(names)} ({cls}): {reason}", "  ", "    ")
-        return ["Left as they are", *lines] if lines else []
+        return [title, *lines] if lines else []
 
     def _ran(self) -> str:
         calls = self.calls()
+        if not any(calls.values()) and not self.served:
+            return f"none of ours, as no kernel of ours for these ops runs on {self.device}"
         if not any(calls.values()) and self.notes:
             return "none of ours outside of compiled or recorded blocks, in which they are not counted"
         if not any(calls.values()):
@@ -173,7 +184,7 @@ class Report:
 
 
 def _starred(fqn: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn) or "(model)"
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn) or "the model"
 
 
 def _listed(names: list[str]) -> str:

@@ -27,10 +27,12 @@ class Replace:
 
 @dataclass(frozen=True)
 class Skip:
-    """Leave the module alone. `wanted` is False where nothing is lost by that."""
+    """Leave the module alone. `wanted` is False where nothing is lost by that; `quiet` where nobody would want it
+    otherwise either, so that only the full report says so."""
 
     reason: str
     wanted: bool = True
+    quiet: bool = False
 
 
 class Rule:

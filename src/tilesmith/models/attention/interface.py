@@ -32,16 +32,22 @@ NAME = "tilesmith"
 _REPLACED = ("sdpa", "eager")
 # What some attention modules of transformers tell their function beside the mask, and ours would not hear.
 _UNSERVED = ("indices", "sinks")
+OLDEST = "5.17"
+"""The oldest transformers that is supported: the floor of the extra `hf` in pyproject.toml, as a test checks."""
+_PACKED = "under torch.compile, position_ids are taken to mean packed sequences; do not pass them otherwise"
+
+
+def needs_transformers(what: str) -> str:
+    """The message of the ImportError that `what` raises without it."""
+    return f"{what} needs transformers {OLDEST} or later: pip install 'transformers>={OLDEST}'"
 
 
 def register_attention() -> None:
-    """Make attn_implementation="tilesmith" known to transformers 5 or later; raises ImportError without it."""
+    """Make attn_implementation="tilesmith" known to transformers; raises ImportError without it."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as problem:
-        raise ImportError(
-            "register_for_transformers needs transformers 5 or later: pip install 'transformers>=5'"
-        ) from problem
+        raise ImportError(needs_transformers("register_for_transformers")) from problem
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, key_mask)
 
@@ -268,20 +274,20 @@ class AttentionRule(Rule):
             return Replace(None, ("attention",), "called through transformers' attention interface")
         if not any(isinstance(holder, transformers.PreTrainedModel) for holder in site.holders()):
             return Skip("a configuration chooses its attention: optimize the whole model")
-        return Skip(f"the model's attention is {getattr(config, '_attn_implementation', None)}", wanted=False)
+        told = f"the model's attention is {getattr(config, '_attn_implementation', None)}"
+        return Skip(told, wanted=False, quiet=True)  # the row of the model says why
 
     def _inner(self, module: nn.Module, outer: nn.Module) -> Replace | None:
         ours = any(isinstance(form, AttentionForm) for form in forms(outer))
         if not ours or "position_ids" not in inspect.signature(module.forward).parameters:
             return None
-        told = "under torch.compile, passing position_ids means packed sequences"
-        return Replace(PositionsForm(), (), told, computes=False)
+        return Replace(PositionsForm(), (), _PACKED, computes=False)
 
     def _whole(self, model: nn.Module) -> Replace | Skip | None:
         configured = _configurations(model)
         sites = [Site(model, fqn, module) for fqn, module in model.named_modules() if uses_interface(module)]
         if not sites:
-            return Skip("no module of it uses transformers' attention interface", wanted=False)
+            return Skip("no module of it uses transformers' attention interface", wanted=False, quiet=True)
         if not model._can_set_attn_implementation():
             return Skip("transformers cannot set its attention implementation")
         eager = next((site for site in sites if _only_eager(site)), None)
@@ -301,7 +307,7 @@ class AttentionRule(Rule):
         form = next((f for f in forms(model) if isinstance(f, AttentionForm)), AttentionForm(tuple(configured)))
         told = f"attn_implementation was {form.before[0][1]}"
         if "position_ids" in inspect.signature(model.forward).parameters:
-            told += "; under torch.compile, passing position_ids means packed sequences"
+            told += f"; {_PACKED}"
         return Replace(form, ("attention",), told)
 
 

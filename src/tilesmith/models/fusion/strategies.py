@@ -20,7 +20,7 @@ from tilesmith.models.generation.rule import DecodingRule
 from tilesmith.models.graphs import GraphedForm, GraphsRule
 from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.optimization import undo
-from tilesmith.models.reach import effects
+from tilesmith.models.reach import described
 from tilesmith.models.sizing.sample_inputs import most_tokens, sample_of
 from tilesmith.models.sizing.state import state_preserved
 from tilesmith.rewrite.variants import obstacle
@@ -209,9 +209,9 @@ def _fuse(model: nn.Module, config: FusionConfig) -> None:
             if row.rule == rule.name:
                 rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
-    told = (*effects((op for row in report.replaced for op in row.ops), kind), *_said(model, config, report))
+    report = described(report, kind, *_said(model, config, report))
     rows = tuple(dict.fromkeys(report.rows))  # norms of queries and keys are looked at twice
-    model.tilesmith_report = replace(report, rows=rows, effects=told, notes=tuple(rule.record for rule in whole))
+    model.tilesmith_report = replace(report, rows=rows, notes=tuple(rule.record for rule in whole))
 
 
 def _selection(config: FusionConfig) -> Selection:

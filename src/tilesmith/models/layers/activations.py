@@ -68,9 +68,9 @@ class ActivationRule(Rule):
             return Skip(str(verdict)) if named else None
         holder = next(site.holders(), None)
         if hasattr(type(holder), "_tilesmith_gated_mlp"):
-            return Skip("the MLP that holds it computes it with the product", wanted=False)
+            return Skip("the MLP that holds it computes it with the product", wanted=False, quiet=True)
         if hasattr(type(holder), "_tilesmith_experts"):
-            return Skip("the experts that hold it compute it with the product", wanted=False)
+            return Skip("the experts that hold it compute it with the product", wanted=False, quiet=True)
         form = ActivationForm(function)
         return Replace(form, (form.op,), f"computes {function}")
 

@@ -121,18 +121,26 @@ class BiasRule(Rule):
         if cls.forward is nn.Linear.forward:
             form = BiasForm(turned=False)
         elif isinstance(module, nn.Linear):
-            return Skip(f"{cls.__module__.partition('.')[0]}'s {cls.__name__} has a forward of its own", wanted=False)
+            return Skip(
+                f"{cls.__module__.partition('.')[0]}'s {cls.__name__} has a forward of its own",
+                wanted=False,
+                quiet=True,
+            )
         else:
             try:
                 form = self._verdicts.of(module, lambda: _recognised(module))
             except Unlike:
                 return None
         if isinstance(next(site.holders(), None), nn.MultiheadAttention):
-            return Skip("nn.MultiheadAttention computes with its parameters and does not call it", wanted=False)
+            return Skip(
+                "nn.MultiheadAttention computes with its parameters and does not call it", wanted=False, quiet=True
+            )
         if bias.shape[0] > MOST:
-            return Skip(f"it has more than {MOST:,} outputs, of which PyTorch's sum is as fast", wanted=False)
+            return Skip(
+                f"it has more than {MOST:,} outputs, of which PyTorch's sum is as fast", wanted=False, quiet=True
+            )
         if not bias.requires_grad:
-            return Skip("its bias is frozen and has no gradient", wanted=False)
+            return Skip("its bias is frozen and has no gradient", wanted=False, quiet=True)
         return Replace(form, (_OP,), f"the bias's gradient: the sum over rows of outputs of {LEAST:,} elements or more")
 
 

@@ -16,6 +16,7 @@ from tilesmith import ops
 from tilesmith.models.layers.norms import Norm, epsilon, is_norm, servable, weight_of
 from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.nn.norm import casting_child
+from tilesmith.rewrite import flow
 
 OP = "dropout_add_norm"
 
@@ -60,6 +61,17 @@ class Dropouts:
         of, dropout = found
         which = names.index(bound)
         return Sum(*_with(operands, which, of), dropout, which)
+
+    def stay(self, tree: ast.AST, fused: str) -> bool:
+        """Whether F.dropout still makes an operand of a sum in `tree`, in place or by a name. fused: how the names of
+        the functions begin that compute sums and norms."""
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+        sums = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id.startswith(fused)]
+        operands = [operand for call in sums for operand in call.args[2:4]]
+        names = {operand.id for operand in operands if isinstance(operand, ast.Name)}
+        values = [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and flow.bound(n) & names]
+        made = [value for value in (*operands, *values) if isinstance(value, ast.Call)]
+        return any(self._meant(value.func) is F.dropout for value in made)
 
     def _taken(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
         """(what is dropped from, by what) of a call of a dropout."""

@@ -168,7 +168,7 @@ class NormRule(Rule):
         named, parameters = candidate
         other = next((dims for dims, kinds in _OTHER_DIMS.items() if isinstance(module, kinds)), None)
         if other is not None:
-            return Skip(f"it normalises over {other}, for which there is no op", wanted=False)
+            return Skip(f"it normalises over {other}, for which there is no op", wanted=False, quiet=True)
         if two_inputs(original_class(type(module))) is not None:
             return None  # GatedNormRule's
         if not set(parameters) <= {"weight", "bias"}:

@@ -24,6 +24,7 @@ from tilesmith.models.layers.residuals_run import sums_into_norms
 from tilesmith.models.layers.residuals_spelling import (
     Put,
     Spelling,
+    Unfollowed,
     after_aliases,
     assignment,
     identifier,
@@ -52,6 +53,10 @@ _Norms = tuple[tuple[str, Norm], ...]
 _OF_ALL = frozenset({*vars(nn.Module()), CALLS})  # attributes that say nothing of a module
 _CALL = "_tilesmith_add_"
 _NORMED = "_tilesmith_normed_"
+_LEAVES = (
+    "its sum leaves the module: a norm that takes it is in another module, so they are not joined; in one forward they "
+    "would be"
+)
 
 
 def add_norm(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -127,38 +132,26 @@ class AddNormRule(Rule):
             return found
         # Those that a Sequential calls after others are its business, unless source calls one by its index.
         own = [name for name in norms if "." not in name or not _in_sequential(module, name)]
-        return self._explained(module, own, found) if own else None
+        return self._explained(site, own, found) if own else None
 
-    def _explained(self, module: nn.Module, own: list[str], found: Unfollowed) -> Skip:
+    def _explained(self, site: Site, own: list[str], found: Unfollowed) -> Skip:
         """What is true of a forward in whose source no sum was followed into one of the norms `own`."""
+        module = site.module
         inside = tuple((name, type(child)) for name, child in module.named_modules())
         private = tuple((name, id(value)) for name, value in vars(module).items() if name not in _OF_ALL)
         try:
             run = self._runs.of(module, lambda: sums_into_norms(module), inside, private)
         except Unlike as error:
             told = found.unread or f"{found.calls(own)}; {error}"
-            return Skip(f"not followed: {told}", wanted=bool(found.unread))
+            return Skip(f"not followed: {told}", wanted=bool(found.unread), quiet=not found.may_add(own))
+        if not run.taken and run.leaves and site.fqn:
+            return Skip(_LEAVES, wanted=False)
         if not run.taken:
-            return Skip(f"run on {', '.join(run.given)} alone, no sum of its forward goes into a norm", wanted=False)
+            told = f"run on {', '.join(run.given)} alone, no sum of its forward goes into a norm"
+            return Skip(told, wanted=False, quiet=True)
         told = run.told("a sum" if found.unread else "a sum that is not followed")
         lost = {name for taken in run.taken if taken.added for name in (taken.norm, taken.norm.removesuffix(".0"))}
         return Skip("; ".join([*told, *filter(None, [found.unread])]), wanted=not lost.isdisjoint(own))
-
-
-@dataclass(frozen=True)
-class Unfollowed:
-    """A forward in whose source no sum goes into a norm. takes: the source of the argument of each norm that it calls
-    by name; unread: why its source cannot be used, "" if it can."""
-
-    takes: tuple[tuple[str, str], ...] = ()
-    unread: str = ""
-
-    def calls(self, norms: Iterable[str]) -> str:
-        """What its source does with `norms`."""
-        takes = dict(self.takes)
-        seen = [f"what {name} takes ({shortened(takes[name])})" for name in norms if name in takes]
-        unseen = [name for name in norms if name not in takes]
-        return ", ".join([*seen, *([f"where it calls {shortened(', '.join(unseen))}"] if unseen else [])])
 
 
 def _norms_in(module: nn.Module, prefix: str = "") -> dict[str, Norm]:
@@ -194,21 +187,22 @@ def _decide(cls: type, norms: _Norms, drops: tuple[str, ...]) -> Replace | Skip 
     try:
         tree = parse(inspect.unwrap(cls.forward))
         fuser.spelling.simplify(tree)
-        calls = ((fuser.spelling.norm_of(node), node) for node in ast.walk(tree))
-        takes = tuple({name: ast.unparse(node.args[0]) for name, node in calls if name is not None}.items())
+        unfollowed = fuser.spelling.unfollowed(tree)
         fuser.visit(tree)
         if fuser.fused:
             respelled_forward(cls, {})
     except CannotRespell as error:
         return Unfollowed(unread=str(error))
     if not fuser.fused:
-        return Skip("; ".join(dict.fromkeys(fuser.lost))) if fuser.lost else Unfollowed(takes)
+        return Skip("; ".join(dict.fromkeys(fuser.lost))) if fuser.lost else unfollowed
     fused = tuple(dict.fromkeys(fuser.fused))
     used = ["add_" + op_of(known[name]) for name, dropping in zip(fuser.fused, fuser.dropping) if not dropping]
     used += [dropouts.OP] * any(fuser.dropping)
     told = f"a sum goes straight into {', '.join(fused)}"
     if any(fuser.dropping):
         told += "; the dropout before it is drawn in the same op, from other random numbers than PyTorch's"
+    if fuser.known.stay(tree, _CALL):
+        told += "; F.dropout of what it adds stays a call of its own"
     form = AddNormForm(tuple((name, known[name]) for name in fused), drops if any(fuser.dropping) else ())
     return Replace(form, tuple(dict.fromkeys(used)), told)
 

@@ -13,7 +13,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,12 @@ class Taken(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What norms took of sums, and the names of the arguments that the forward was given."""
+    """What norms took of sums, the names of the arguments that the forward was given, and whether it returned a sum of
+    two tensors."""
 
     taken: tuple[Taken, ...]
     given: tuple[str, ...]
+    leaves: bool = False
 
     def told(self, what: str) -> list[str]:
         """A sentence for each place that makes sums, on the norms that take them."""
@@ -151,7 +153,7 @@ def _watched(twin: nn.Module, x: Tensor, norms: Mapping[str, nn.Module]) -> Run:
     finally:
         for handle in handles:
             handle.remove()
-    return Run(tuple(dict.fromkeys(watch.taken)), tuple(p.name for p in required))
+    return Run(tuple(dict.fromkeys(watch.taken)), tuple(p.name for p in required), watch.leaves)
 
 
 def _run(twin: nn.Module, watch: _Watch, given: list[inspect.Parameter], x: Tensor) -> None:
@@ -174,6 +176,7 @@ class _Watch(torch_private.DispatchMode or object):  # type: ignore[misc]
         self.norms = norms
         self.running: list[str] = []
         self.taken: list[Taken] = []
+        self.leaves = False
         self._sums: dict[int, tuple[Tensor, str, bool]] = {}  # by id; with the tensor, so that its id stays its own
 
     def on(self, name: str, child: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
@@ -187,6 +190,10 @@ class _Watch(torch_private.DispatchMode or object):  # type: ignore[misc]
 
         def left(module: nn.Module, args: tuple, output: Any) -> None:
             self.running.pop()
+            if name == "":
+                held = output.values() if isinstance(output, dict) else output
+                returned = held if isinstance(held, (tuple, list, ValuesView)) else [held]
+                self.leaves = self.leaves or any(self._sums.get(id(one), (None, "", False))[2] for one in returned)
 
         return [
             child.register_forward_pre_hook(entered, with_kwargs=True),

@@ -10,7 +10,8 @@ import builtins
 import operator
 import re
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,6 +72,43 @@ class Spelling:
                     setattr(node, field, [made for statement in block for made in _split(statement)])
         ast.fix_missing_locations(tree)
 
+    def unfollowed(self, tree: ast.FunctionDef) -> Unfollowed:
+        """What a simplified `tree` shows of norms into which no sum was followed."""
+        nodes = list(ast.walk(tree))
+        takes = {name: ast.unparse(n.args[0]) for n in nodes if (name := self.norm_of(n)) is not None}
+        adds = any(self.addition(n) is not None or increased(n) is not None for n in nodes)
+        taken: set[str] = set()
+        self._spread(tree.body, set(), taken, ())
+        return Unfollowed(tuple(takes.items()), frozenset(taken), adds)
+
+    def _spread(self, block: list[ast.stmt], sums: set[str], taken: set[str], within: tuple[type, ...]) -> None:
+        """Add to `taken` the norms that `block` calls with what may be a sum. sums: the names that may be one, kept up
+        to date; within: the kinds of statements around `block`."""
+        for statement in block:
+            inner = [getattr(statement, field) for field in _BLOCKS if getattr(statement, field, None)]
+            for part in inner * 2:  # a loop hands names on to its next turn
+                self._spread(part, sums, taken, (*within, type(statement)))
+            if inner:
+                continue
+            calls = ((self.norm_of(node), node) for node in ast.walk(statement))
+            taken |= {name for name, node in calls if name is not None and self._may_be_sum(node.args[0], sums)}
+            names, value = flow.bound(statement), getattr(statement, "value", None)
+            if increased(statement) is not None or (value is not None and self._may_be_sum(value, sums)):
+                sums |= names | {increased(statement)} - {None}
+            elif ast.If not in within or ast.For in within:  # layers in a loop run, though some may be skipped
+                sums -= names
+
+    def _may_be_sum(self, node: ast.AST, sums: set[str]) -> bool:
+        """Whether a value is an addition, one of the names `sums`, or a function's of one: not what a child returns."""
+        if self.addition(node) is not None or (isinstance(node, ast.Name) and node.id in sums):
+            return True
+        parts = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Subscript):
+            parts = [node.value]
+        elif isinstance(node, ast.Call) and self._meant(node.func) is None:
+            parts = [node.func]  # a method of the value
+        return any(self._may_be_sum(part, sums) for part in parts)
+
     def is_sum(self, call: ast.Call) -> bool:
         """Whether it calls Python's sum."""
         return self._meant(call.func) is sum
@@ -94,6 +132,30 @@ class Spelling:
             return None if node.id in self._local else known
         holder = self._meant(node.value) if isinstance(node, ast.Attribute) else None
         return getattr(holder, node.attr, None) if isinstance(holder, types.ModuleType) else None
+
+
+@dataclass(frozen=True)
+class Unfollowed:
+    """A forward in whose source no sum was followed into a norm. takes: the source of the argument of each norm that it
+    calls by name; sums: those of them whose argument may be a sum; adds: whether it adds anything; unread: why its
+    source cannot be used, "" if it can."""
+
+    takes: tuple[tuple[str, str], ...] = ()
+    sums: frozenset[str] = frozenset()
+    adds: bool = False
+    unread: str = ""
+
+    def calls(self, norms: Iterable[str]) -> str:
+        """What its source does with `norms`."""
+        takes = dict(self.takes)
+        seen = [f"what {name} takes ({shortened(takes[name])})" for name in norms if name in takes]
+        unseen = [name for name in norms if name not in takes]
+        return ", ".join([*seen, *([f"where it calls {shortened(', '.join(unseen))}"] if unseen else [])])
+
+    def may_add(self, norms: Iterable[str]) -> bool:
+        """Whether one of `norms` may take a sum of it, as far as its source shows."""
+        takes = dict(self.takes)
+        return bool(self.unread) or any(name in self.sums if name in takes else self.adds for name in norms)
 
 
 class _Calls(ast.NodeTransformer):
