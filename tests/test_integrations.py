@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from optimize_models import Calls, batch, build, train
@@ -235,6 +236,15 @@ def test_axolotl_plugin(monkeypatch):
     rules = {row.rule for row in model.tilesmith_report.replaced}
     assert "norm" in rules and "rope" not in rules
 
+    recipe = yaml.safe_load((ROOT / "examples" / "axolotl.yaml").read_text(encoding="utf-8"))
+    (named,) = recipe["plugins"]
+    assert named == f"{ours.__name__}.{type(plugin).__name__}"
+    said = {key for key in recipe if key.startswith("tilesmith_")}
+    assert said and said <= set(ours.TilesmithArgs.__annotations__)
+    model = build("llama", layers=2)
+    plugin.post_model_load(recipe, model)
+    assert model.tilesmith_report.replaced and [names[0] for names in kinds(model)] == ["GraphedForm"] * 2
+
 
 def test_llamafactory_runs_with_the_callback(monkeypatch):
     given = []
@@ -242,9 +252,10 @@ def test_llamafactory_runs_with_the_callback(monkeypatch):
     monkeypatch.setattr(tuner, "run_exp", lambda args=None, callbacks=None: given.append((args, callbacks)))
     from tilesmith.integrations.llamafactory import run_exp
 
-    run_exp({"stage": "sft"}, exclude="loss", graphs=True)
+    recipe = yaml.safe_load((ROOT / "examples" / "llamafactory.yaml").read_text(encoding="utf-8"))
+    run_exp(recipe, exclude="loss", graphs=True)
     ((args, (ours,)),) = given
-    assert args == {"stage": "sft"} and ours.options == {"exclude": "loss", "graphs": True}
+    assert args == recipe and recipe["stage"] == "sft" and ours.options == {"exclude": "loss", "graphs": True}
     model = build("llama")
     ours.on_train_begin(None, None, None, model=model)
     assert model.tilesmith_report.replaced and [names[0] for names in kinds(model)] == ["GraphedForm"] * 2
