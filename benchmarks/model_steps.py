@@ -35,8 +35,7 @@ from torch import nn
 
 import tilesmith
 from tilesmith.engine.timing import Timing, interleave, measure, peak_memory
-from tilesmith.precision import FP8Config, convert_model_to_fp8, refresh_fp8
-from tilesmith.precision.convert import HEADS, ROUTERS
+from tilesmith.precision import FP8Config, convert_model_to_fp8, refresh_fp8, revert_model_from_fp8
 from tilesmith.precision.scaling import roll
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -154,17 +153,10 @@ def torchao_fp8(model: nn.Module) -> None:
     """torchao's 8-bit layers, compiled, in place of those that ours takes by default."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    head, least = model.get_output_embeddings(), fp8_config("delayed").min_features
-
-    def takes(layer: nn.Module, name: str) -> bool:
-        sizes = layer.in_features, layer.out_features
-        left = layer is head or name.rpartition(".")[2] in HEADS | ROUTERS
-        return not left and min(sizes) >= least and not any(size % 16 for size in sizes)
-
-    if not any(isinstance(layer, nn.Linear) and takes(layer, name) for name, layer in model.named_modules()):
-        raise ValueError("no linear layer is eligible")
+    ours = {row.fqn for row in convert_model_to_fp8(model, fp8_config("delayed")).fp8_report.replaced}
+    revert_model_from_fp8(model)
     chosen = Float8LinearConfig.from_recipe_name("tensorwise")
-    convert_to_float8_training(model, config=chosen, module_filter_fn=takes)
+    convert_to_float8_training(model, config=chosen, module_filter_fn=lambda _, name: name in ours)
     model.compile(dynamic=False)
 
 

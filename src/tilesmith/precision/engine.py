@@ -218,12 +218,12 @@ class FP8TrainingEngine:
         flags = []
         for group in by_kind.values():  # GradScaler's own function takes no bf16 on a GPU
             largest = torch.stack(torch._foreach_norm(group, float("inf")))
-            flags.append((~largest.isfinite()).any().float()[None])
+            flags.append((~largest.isfinite()).any().float())
             if self.loss_scale != 1.0:
                 torch._foreach_mul_(group, 1.0 / self.loss_scale)
         if dist.is_available() and dist.is_initialized():
             device = flags[0].device if flags else _device_of(self.model)
-            total = torch.stack([flag.to(device) for flag in flags]).amax(0) if flags else torch.zeros(1, device=device)
+            total = torch.stack([flag.to(device) for flag in flags]).amax() if flags else torch.zeros((), device=device)
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.process_group)
             return bool(total.item())
         return any(flag.item() for flag in flags)

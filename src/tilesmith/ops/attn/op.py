@@ -55,7 +55,7 @@ def describe_attention(op_name: str, function):
     of q, k and v are: 0 none are given, -1 all, 1 or 128. across: whether the keys of a column of v lie side by side.
     aligned: whether S - T is a multiple of 128. pairs: kv heads of all batch rows, at most 1024. room: of kv_lengths of
     several batch rows the keys there is room for, rounded up to a power of two, else 0. shared: whether v is the first
-    columns of k, in memory. loose: whether squares of 64 rows hold few of the query rows (`plan.decode.scattered`).
+    columns of k, in memory. scattered: whether query rows leave tiles of 64 more than half empty (`plan.decode`).
     Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
@@ -64,7 +64,7 @@ def describe_attention(op_name: str, function):
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
     at_v, at_q_scale, at_lengths = (parameters.index(name) for name in ("v", "q_scale", "kv_lengths"))
     more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned", "pairs", "room",
-            "shared", "loose")  # fmt: skip
+            "shared", "scattered")  # fmt: skip
     kind = namedtuple(f"{op_name}_call", [*parameters, *more])
 
     def describe(*args: Any) -> Any:
@@ -77,7 +77,7 @@ def describe_attention(op_name: str, function):
         if any(scale is not None for scale in scales):
             factors = tuple(_tokens_of_factor(x, scale) for x, scale in zip((q, k, v), scales))
         group = q.shape[1] // max(1, k.shape[1])
-        rows, loose = max(1, q.shape[2] * group), group > 0 and scattered(group, q.shape[2])
+        rows, spread = max(1, q.shape[2] * group), group > 0 and scattered(group, q.shape[2])
         rows = min(1024, 1 << (rows - 1).bit_length())
         paged = args[at_pages] is not None
         cached = paged or k.shape[2] >= 4 * q.shape[2]
@@ -90,7 +90,7 @@ def describe_attention(op_name: str, function):
         several = args[at_lengths] is not None and q.shape[0] > 1
         room = 1 << max(k.shape[2] - 1, 0).bit_length() if several else 0
         across, shared = v.stride(2) == 1, values_in_keys(k, v)
-        facts = rows, filled, page_size, capped, cached, factors, across, aligned, pairs, room, shared, loose
+        facts = rows, filled, page_size, capped, cached, factors, across, aligned, pairs, room, shared, spread
         return kind(*found, *facts)
 
     return describe

@@ -26,7 +26,7 @@ from tilesmith.ops.attn.plan.configs import SplitKvConfig
 from tilesmith.ops.attn.plan.decode import hopper_split
 from tilesmith.ops.attn.split_combine import _attention_combine_kernel
 
-LOOSE = "squares of 64 rows, a power of 2 of the H / G heads each, would be more than half empty"
+SCATTERED = "tiles of 64 query rows, of a power of 2 of the H / G heads each, would be more than half empty"
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 KERNELS = {
     "attention_split_kv_kernel": attention_split_kv_kernel,
@@ -64,8 +64,8 @@ def rejects(call) -> list[str]:
         reasons += _small_reasons(call)
     elif call.rows <= _few(call):
         reasons.append(f"T * H / G is at most {_few(call)}: with so few rows this kernel gains nothing")
-    if call.loose:
-        reasons.append(LOOSE)
+    if call.scattered:
+        reasons.append(SCATTERED)
     if not call.cached and (call.kv_lengths is None or call.filled < 5):
         reasons.append("S is less than 4 T: this kernel is for a cache, or for kv_lengths of many tiles")
     if call.filled >= 8 and call.kv_lengths is None and call.page_table is None:

@@ -17,7 +17,7 @@ from tilesmith.ops.attn.hopper.launch import (
     outputs,
     reasons_for_all,
 )
-from tilesmith.ops.attn.hopper.launch_decode import LOOSE, decode_tensors, keys_of
+from tilesmith.ops.attn.hopper.launch_decode import SCATTERED, decode_tensors, keys_of
 from tilesmith.ops.attn.plan import Plan, shape_of
 from tilesmith.ops.attn.plan.configs import LatentConfig
 from tilesmith.ops.attn.plan.decode import hopper_latent
@@ -62,8 +62,8 @@ def rejects(call) -> list[str]:
     # H200, 64 x 32k keys, us, beside triton_split: 16 rows 630 and 599, 32 rows 636 and 1,090
     if call.rows <= 16:
         reasons.append("T * H / G is at most 16: with so few rows this kernel gains nothing")
-    if call.loose:
-        reasons.append(LOOSE)
+    if call.scattered:
+        reasons.append(SCATTERED)
     if not call.cached:
         reasons.append("S is less than 4 T: this kernel is for a cache")
     return reasons

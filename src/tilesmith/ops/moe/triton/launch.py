@@ -54,14 +54,14 @@ def _tells_forward(*args: Any, config: Any) -> list[str]:
     if few is None:
         return _tells(*args, config=config)
     if few.down is not None:
-        how = f"down and the sum over k are one launch: a program has {few.down.block_n} columns of a token's experts"
+        down = f"down and the sum over k are one launch: a program has {few.down.block_n} columns of a token's experts"
     else:
-        how = "down and the sum over k are two launches: pairs of one expert read its weights together"
+        down = "down and the sum over k are two launches: pairs of one expert read its weights together"
     if few.up is not None:
-        rows_ = f"{pairs} pairs need no index: a program of gate and up has {few.up.block_n} columns of one pair"
+        up = f"a program of gate and up has {few.up.block_n} columns of one pair, multiplied without tensor cores"
     else:
-        rows_ = f"{pairs} pairs need no index: a program of gate and up finds its rows by comparing all pairs"
-    return [rows_, how]
+        up = "a program of gate and up finds its rows by comparing all pairs"
+    return [f"{pairs} pairs need no index: {up}", down]
 
 
 @register_kernel("experts", backend="triton", rank=20, rejects=steps.reasons, tells=_tells_forward)
