@@ -1,7 +1,7 @@
 """Adaptive precision: what a small language model loses at equal bytes, adaptive beside uniform widths, and the time
 of a product with one packed weight.
 
-    python benchmarks/adaptive_precision.py results.json [--cpu] [--seeds 3]
+    python benchmarks/adaptive_precision.py results.json [--cpu] [--seeds 3] [--processes 3]
 
 Trains a byte-level model on the sources of Python's standard library for each seed, then packs it at 2.5, 3, 3.5 and 4
 bits a weight. Uniform widths pass through the same quantiser and the same groups and are stored alike, tables of tiles
@@ -16,6 +16,8 @@ import statistics
 import sys
 import sysconfig
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -289,6 +291,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=[m.value for m in QuantizationMode], default="dynamic")
     parser.add_argument("--strategies", nargs="+", default=["entropy_based", "fisher"])
     parser.add_argument("--only", choices=("times", "quality"))
+    parser.add_argument("--processes", type=int, default=1, help="seeds at once")
     args = parser.parse_args()
     device = torch.device("cpu" if args.cpu else "cuda")
     size = dict(SMALL if args.cpu else LARGE)
@@ -300,11 +303,12 @@ def main() -> int:
             report["times"] = [product_times(n, k, m, device) for m in (1, 16, 64) for n, k in SHAPES]
     rows = []
     if not report.get("wrong") and args.only != "times":
-        data = corpus()
-        for seed in range(args.seeds):
-            rows.append(quality(seed, data, size, device, QuantizationMode(args.mode), args.strategies))
-            report |= {"quality": rows, "summary": summary(rows) if len(rows) > 1 else []}
-            Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        common = (corpus(), size, device, QuantizationMode(args.mode), args.strategies)
+        with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
+            for run in [pool.submit(quality, seed, *common) for seed in range(args.seeds)]:
+                rows.append(run.result())
+                report |= {"quality": rows, "summary": summary(rows) if len(rows) > 1 else []}
+                Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps({k: report.get(k) for k in ("wrong", "times", "summary")}, indent=1) + "\n")
     return 1 if report.get("wrong") else 0
