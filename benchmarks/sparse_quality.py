@@ -3,7 +3,8 @@
     python benchmarks/sparse_quality.py results.json [--tiny] [--limit SECONDS]
 
 Trains a dense model on the sources of Python's standard library and of torch, at 128, 2,048 and 16,384 bytes of
-context, with random strings that come again far away. Then dense, DYNAMIC_THRESHOLD, LEARNED and a sliding window of as
+context, with random strings that come again far away. Copying is learned first, of sequences that repeat one random
+string: among text, too few bytes depend on it. Then dense, DYNAMIC_THRESHOLD, LEARNED and a sliding window of as
 many pairs of queries and keys go on from there for the same steps on the same bytes; before that LEARNED's indexers
 learn alone, of the dense attention, with the model's weights fixed. Rows: the validation loss on whole text, with what
 it differs from dense's by and the standard error of that over sequences, and how often the bytes of a string that came
@@ -47,7 +48,8 @@ LETTERS = torch.arange(128, 256).to(torch.uint8)  # of strings: bytes that the t
 
 class Phase(NamedTuple):
     """A phase of training: bytes of a sequence, strings in it that come again, learning rate, and steps and seconds, of
-    which the first to be over ends it. share: of a step's bytes, where steps count for more than what they see."""
+    which the first to be over ends it. share: of a step's bytes, where steps count for more than what they see.
+    periodic: the share of sequences that repeat one random string."""
 
     length: int
     strings: int
@@ -55,12 +57,13 @@ class Phase(NamedTuple):
     steps: int
     seconds: float = math.inf
     share: float = 1.0
+    periodic: float = 0.0
 
 
 class Size(NamedTuple):
-    """A model, its training and its test. tokens: of a step. dense: phases of the dense model, from where strings are
-    near each other and nearly all there is, which is where copying is learnt, to whole contexts. alone, arm: LEARNED's
-    indexers alone; an arm. tested: sequences."""
+    """A model, its training and its test. tokens: of a step. dense: phases of the dense model, from short sequences,
+    which teach it to copy, to whole contexts of text. alone, arm: LEARNED's indexers alone; an arm. tested:
+    sequences."""
 
     width: int
     layers: int
@@ -80,12 +83,16 @@ class Size(NamedTuple):
 
 LARGE = Size(
     512, 6, 8, 4, 65536,
-    (Phase(128, 1, 2e-3, 600, 14.0, 0.25), Phase(2048, 8, 1.5e-3, 700, 30.0), Phase(16384, 64, 1e-3, 200, 20.0)),
+    (
+        Phase(128, 1, 2e-3, 600, 14.0, 0.25, 1.0), Phase(2048, 8, 1.5e-3, 700, 30.0, periodic=0.5),
+        Phase(16384, 64, 1e-3, 200, 20.0, periodic=0.25),
+    ),
     Phase(16384, 64, 0.0, 25), Phase(16384, 64, 3e-4, 50), 16,
 )  # fmt: skip
 TINY = Size(
-    32, 2, 4, 2, 1024, (Phase(128, 1, 2e-3, 3), Phase(512, 4, 1e-3, 2)), Phase(512, 4, 0.0, 2),
-    Phase(512, 4, 3e-4, 2), 2,
+    32, 2, 4, 2, 1024,
+    (Phase(128, 1, 2e-3, 3, periodic=1.0), Phase(512, 4, 1e-3, 2, periodic=0.5)),
+    Phase(512, 4, 0.0, 2), Phase(512, 4, 3e-4, 2), 2,
 )  # fmt: skip
 
 
@@ -182,6 +189,15 @@ def with_strings(batch: Tensor, strings: int, seed: int) -> tuple[Tensor, Tensor
     return batch, again.unflatten(1, (strings, STRING))[:, :, GIVEN:].flatten(1) - 1
 
 
+def repeated(length: int, count: int, seed: int) -> Tensor:
+    """`count` sequences of length + 1 bytes, each a random string over and over, an eighth to a half as long as it:
+    the next byte follows from what stood behind the same bytes before, not from one distance."""
+    generator = torch.Generator().manual_seed(seed)
+    text = LETTERS[torch.randint(len(LETTERS), (count, length), generator=generator)]
+    period = torch.randint(length // 8, length // 2, (count, 1), generator=generator)
+    return text.gather(1, torch.arange(length + 1) % period)
+
+
 def run(model: nn.Module, batch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Logits of all bytes but the last one [B, T, 256], and the bytes that come next."""
     batch = batch.to(device).long()
@@ -193,6 +209,8 @@ def step(model: ByteModel, data: Tensor, size: Size, phase: Phase, seed: int, de
     """The loss of one step, whose gradients are added."""
     count = int(phase.share * size.tokens) // phase.length
     batch, _ = with_strings(windows(data, phase.length, count, seed), phase.strings, seed)
+    of_strings = round(phase.periodic * count)
+    batch[:of_strings] = repeated(phase.length, of_strings, seed)
     logits, wanted = run(model, batch, device)
     loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
     loss.backward()
