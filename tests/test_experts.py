@@ -149,6 +149,18 @@ def test_the_balance_is_that_of_transformers():
     assert ops.router_losses(*even)[0] == 3
 
 
+def test_scores_that_are_all_tiny_still_have_shares():
+    logits = torch.full((5, 4), -200.0) + torch.randn(5, 4)
+    logits.requires_grad_()
+    indices = torch.randint(4, (5, 2))
+    wide = logits.detach().double().requires_grad_()
+    balance, wanted = (ops.router_losses(x, indices, "sigmoid")[0] for x in (logits, wide))
+    torch.testing.assert_close(balance.double(), wanted)
+    balance.backward()
+    wanted.backward()
+    torch.testing.assert_close(logits.grad.double(), wide.grad)
+
+
 @pytest.fixture(params=["reference", "triton"])
 def router(request):
     """Routing is by this kernel."""

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
@@ -106,8 +107,7 @@ def _scores(logits: Tensor, scores: str) -> Tensor:
 def _shares(values: Tensor, scores: str) -> Tensor:
     if scores == "softmax":
         return values.softmax(-1)
-    found = values.sigmoid()
-    return found / found.sum(-1, keepdim=True)
+    return F.logsigmoid(values).softmax(-1)  # a quotient of sigmoids is 0 / 0 where all are too small for fp32
 
 
 def _loads(indices: Tensor, experts: int) -> Tensor:
