@@ -472,6 +472,16 @@ def test_checkpointed_experts_have_the_same_gradients():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_takes_any_number_of_tokens(strict):
+    layer = nn.MixtureOfExperts(16, 8, 4, 2, shared_size=8)
+    tokens = torch.export.Dim("tokens")
+    program = torch.export.export(layer, (torch.randn(5, 16),), dynamic_shapes=({0: tokens},), strict=strict)
+    for count in (1, 5, 9):
+        x = torch.randn(count, 16)
+        torch.testing.assert_close(program.module()(x), layer(x))
+
+
 def test_layers_refuse_what_does_not_fit():
     for call, words in (
         (lambda: nn.Router(8, 4, 5), "top_k is 5; there are 4 experts"),
