@@ -62,3 +62,19 @@ def check_dtensors_are_refused(mesh):
     with pytest.raises(ValueError, match=r"experts: takes no DTensors.*to_local\(\)"):
         ops.experts(x, sharded, distribute_tensor(down, mesh, [Shard(0)]), indices, weights)
     dist.barrier()
+
+
+def check_a_gradient_of_a_gradient_travels(mesh):
+    x, gate_up, down, indices, weights, *_ = _case(2 * mesh.size(), 5 * mesh.size())
+    mine, rank = slice(5 * mesh.get_rank(), 5 * mesh.get_rank() + 5), mesh.get_rank()
+
+    def twice(call, leaf):
+        (first,) = torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+    held = [t.detach().chunk(mesh.size())[rank] for t in (gate_up, down)]
+    found = twice(
+        lambda t: expert_parallel(t, *held, indices[mine], weights.detach()[mine], mesh),
+        x.detach()[mine].requires_grad_(),
+    )
+    torch.testing.assert_close(found, twice(lambda t: ops.experts(t, gate_up, down, indices, weights), x)[mine])

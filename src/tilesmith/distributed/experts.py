@@ -94,4 +94,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _exchanged(grad, *ctx.way), None, None, None
+        return _Exchange.apply(grad, *ctx.way), None, None, None  # not `_exchanged`, which a second backward would miss
