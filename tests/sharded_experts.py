@@ -78,3 +78,27 @@ def check_a_gradient_of_a_gradient_travels(mesh):
         x.detach()[mine].requires_grad_(),
     )
     torch.testing.assert_close(found, twice(lambda t: ops.experts(t, gate_up, down, indices, weights), x)[mine])
+
+
+def check_tokens_travel_in_the_dtype_of_autocast(mesh):
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(2 * mesh.size(), 8))
+    rank = mesh.get_rank()
+    held = [t.float().chunk(mesh.size())[rank].requires_grad_() for t in (gate_up, down)]
+    half = torch.bfloat16
+    by_hand = expert_parallel(x.to(half), *(t.to(half) for t in held), indices, weights, mesh)
+    for dtype in (torch.float32, half):
+        with torch.autocast("cpu", half):
+            found = expert_parallel(x.to(dtype), *held, indices, weights, mesh)
+        assert found.dtype == half and torch.equal(found, by_hand)
+        assert all(g.dtype == torch.float32 for g in torch.autograd.grad(found.sum(), held))
+
+
+def check_what_expert_parallel_refuses(mesh):
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(4, 4))
+    held = gate_up.chunk(mesh.size())[0], down.chunk(mesh.size())[0]
+    sharded = distribute_tensor(x, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"^expert_parallel: takes no DTensors; .*to_local\(\)"):
+        expert_parallel(sharded, *held, indices, weights, mesh)
+    with pytest.raises(TypeError, match="^expert_parallel: group must be a process group, .*None, got str 'ep'"):
+        expert_parallel(x, *held, indices, weights, "ep")
+    dist.barrier()
