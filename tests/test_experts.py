@@ -1,6 +1,7 @@
 """Experts beyond the generic harness: models of transformers, routers, the index of pairs, plans, layers, mistakes."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -105,6 +106,27 @@ def test_experts_that_look_alike_stay():
     tilesmith.register_for_transformers()
     with pytest.raises(ValueError, match="'tilesmith' does not serve OtherExperts.*choose 'grouped_mm'"):
         rules.experts_forward(changed(forward=halved), torch.randn(3, 64), torch.zeros(3, 1).long(), torch.ones(3, 1))
+
+
+def zeros_pass(self, hidden_states, top_k_index, top_k_weights):
+    """As the class, and what chooses no expert of it passes on (the zero-computation experts of LongCat-Flash)."""
+    passes = top_k_index >= self.num_experts
+    found = super(type(self), self).forward(
+        hidden_states, top_k_index.clamp(max=self.num_experts - 1), top_k_weights.masked_fill(passes, 0)
+    )
+    return found + hidden_states * (top_k_weights * passes).sum(-1, keepdim=True)
+
+
+def test_experts_that_pass_tokens_on_stay():
+    (row,) = rows(optimize(torch_nn.Sequential(changed(forward=zeros_pass)), only="experts"))
+    assert row.action == "skipped" and "an index beyond the last expert" in row.reason
+    longcat = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
+    config = types.SimpleNamespace(
+        expert_ffn_hidden_size=8, hidden_size=16, n_routed_experts=4, zero_expert_num=3, hidden_act="silu"
+    )
+    model = torch_nn.Sequential(longcat.LongcatFlashExperts(config))
+    (row,) = rows(optimize(model, only="experts"))
+    assert row.action == "skipped" and row.reason == "its gate_up_proj has 7 experts and its down_proj 4"
 
 
 def test_experts_of_two_dtypes_are_left_to_the_model():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -256,6 +256,9 @@ def recognise(module: nn.Module) -> StackedExperts:
     for dtype, scale in _SETTINGS:
         agreeing = []
         for transposed in {c.transposed for c in known}:
+    held, others = (getattr(module, name).shape[0] for name in (up, "down_proj"))
+    if held != others:  # LongCat-Flash: what chooses one of the rest passes unchanged
+        raise Unlike(f"its {up} has {held} experts and its down_proj {others}")
             twin, call = _twin(module, up, transposed, dtype, scale)
             wanted = probe.call(forward, twin, *call)
             agreeing += [c for c in known if c.transposed == transposed and _agrees(twin, c, call, wanted)]
@@ -269,9 +272,22 @@ def _quantised(module: nn.Module) -> str | None:
     """Why the experts of a module are not served: their weights are kept in fewer bits. None for other modules.
 
     bitsandbytes keeps such a parameter packed, as a class of its own with a `quant_state`, or with a parametrization
+    _check_beyond(module, forward, known[0])
     that unpacks all of it when it is read.
     """
     kept = {**module._parameters}
+def _check_beyond(module: nn.Module, forward: Callable[..., Tensor], found: StackedExperts) -> None:
+    """Raise `Unlike` where an index beyond the last expert, which the op leaves out, adds something."""
+    twin, (x, indices, weights) = _twin(module, found.up, found.transposed, torch.float32, 0.3)
+    indices[::2, 0] = twin.down_proj.shape[0]
+    try:
+        wanted = probe.call(forward, twin, x, indices, weights)
+    except Unlike:
+        return  # it takes no such index
+    if not _agrees(twin, found, (x, indices, weights), wanted):
+        raise Unlike("an index beyond the last expert adds something, which ops.experts leaves out")
+
+
     parametrized = getattr(module, "parametrizations", None) or {}
     kept |= {name: chain.original for name, chain in parametrized.items() if hasattr(chain, "original")}
     first = next((name for name in _FIRST if kept.get(name) is not None), None)
