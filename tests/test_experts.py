@@ -129,12 +129,30 @@ def test_experts_that_pass_tokens_on_stay():
     assert row.action == "skipped" and row.reason == "its gate_up_proj has 7 experts and its down_proj 4"
 
 
+@pytest.mark.usefixtures("served")
+def test_a_call_that_says_more_is_the_model_s_own():
+    plain = type(changed()).forward
+
+    def forward(self, hidden_states, top_k_index, top_k_weights, factor=1):
+        return factor * plain(self, hidden_states, top_k_index, top_k_weights)
+
+    module = changed(forward=forward)
+    call = torch.randn(3, 64), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+    optimize(torch_nn.Sequential(module), only="experts")
+    torch.testing.assert_close(module(*call, 2.0), 2 * module(*call))
+    torch.testing.assert_close(module(*call, factor=2.0), 2 * module(*call))
+
+
 def test_experts_of_two_dtypes_are_left_to_the_model():
     module = build("qwen3_moe", layers=1).model.layers[0].mlp.experts.bfloat16()
     with use(experts="reference"):
         assert not rules._served(module, torch.randn(2, 64), rules.recognise(module))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert rules._served(module, torch.randn(2, 64), rules.recognise(module))
+    biased = build("gpt_oss", layers=1).model.layers[0].mlp.experts
+    biased.down_proj_bias.data = biased.down_proj_bias.data.double()
+    with use(experts="reference"):
+        assert not rules._served(biased, torch.randn(2, 64), rules.recognise(biased))
 
 
 # routing ----------------------------------------------------------------------------------------------------------

@@ -73,9 +73,7 @@ def experts_of(module: nn.Module, x: Tensor, indices: Tensor, weights: Tensor, f
     return x, up, down, indices, weights, *biases, *found[2:]
 
 
-def experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any
-) -> Tensor:
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Experts as transformers calls them: hidden_states [T, C], top_k_index and top_k_weights [T, K].
 
     What the module computes is found out at its first call. Where no kernel of the library is, transformers' grouped
@@ -129,9 +127,10 @@ def register_experts() -> None:
 
 def _served(module: nn.Module, x: Tensor, found: StackedExperts, more: Iterable[Any] = ()) -> bool:
     """Whether the op takes a call: a kernel is there, tensors are whole and, but under autocast, of one dtype."""
-    up = getattr(module, found.up)
-    one = x.dtype == up.dtype or torch.is_autocast_enabled(x.device.type)
-    return reaches("experts", x) and one and not distributed((x, up, module.down_proj, *more))
+    names = (found.up, "down_proj", f"{found.up}_bias", "down_proj_bias")
+    weights = [t for t in (getattr(module, name, None) for name in names) if t is not None]
+    one = all(t.dtype == x.dtype for t in weights) or torch.is_autocast_enabled(x.device.type)
+    return reaches("experts", x) and one and not distributed((x, *weights, *more))
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,12 @@ class ExpertsForm(Form):
     experts: StackedExperts
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found = self.experts
-        first, second, third = _arguments(base)
+        found, names = self.experts, _arguments(base)
+        first, second, third = names
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            if not _only(names, args, kwargs):
+                return base.forward(self, *args, **kwargs)
             x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
             weights = given(third, 2, args, kwargs)
             child = casting_child(self, x)
@@ -170,11 +171,12 @@ class LoraExpertsForm(Form):
     names: tuple[str, ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found, (_, second, third) = self.experts, self.names
+        found, names = self.experts, self.names
+        first, second, third = names
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             inner, lora = self.get_base_layer(), factors(self, found.up, found.transposed)
-            if not args or any(name not in (second, third) for name in kwargs):
+            if first in kwargs or not _only(names, args, kwargs):
                 lora = None
             if lora is None or not _served(inner, args[0], found, lora.values()):
                 return base.forward(self, *args, **kwargs)
@@ -240,6 +242,11 @@ def _arguments(cls: type) -> tuple[str, ...]:
     return tuple(list(inspect.signature(cls.forward).parameters)[1:4])
 
 
+def _only(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call gives the arguments `names` and nothing else: what else a forward takes would be lost."""
+    return len(args) + len(kwargs) == len(names) and all(name in names for name in kwargs)
+
+
 def recognise(module: nn.Module) -> StackedExperts:
     """What `module` computes, found by running its class with small weights. Raises `Unlike`."""
     reason = _quantised(module)
@@ -249,6 +256,9 @@ def recognise(module: nn.Module) -> StackedExperts:
     up = _up(module)
     if up is None:
         raise Unlike("it has no stacked weights of three dims")
+    held, others = (getattr(module, name).shape[0] for name in (up, "down_proj"))
+    if held != others:  # LongCat-Flash: what chooses one of the rest passes unchanged
+        raise Unlike(f"its {up} has {held} experts and its down_proj {others}")
     if getattr(module, "has_post_expert_norm", False):
         raise Unlike("it normalises what each expert gives before its weight")
     forward = inspect.unwrap(original_class(type(module)).forward)
@@ -256,26 +266,16 @@ def recognise(module: nn.Module) -> StackedExperts:
     for dtype, scale in _SETTINGS:
         agreeing = []
         for transposed in {c.transposed for c in known}:
-    held, others = (getattr(module, name).shape[0] for name in (up, "down_proj"))
-    if held != others:  # LongCat-Flash: what chooses one of the rest passes unchanged
-        raise Unlike(f"its {up} has {held} experts and its down_proj {others}")
             twin, call = _twin(module, up, transposed, dtype, scale)
             wanted = probe.call(forward, twin, *call)
             agreeing += [c for c in known if c.transposed == transposed and _agrees(twin, c, call, wanted)]
         known = agreeing
     if not known:
         raise Unlike("on small inputs it differs from down(act(gate) * up) for the activations that ops.experts has")
+    _check_beyond(module, forward, known[0])
     return known[0]
 
 
-def _quantised(module: nn.Module) -> str | None:
-    """Why the experts of a module are not served: their weights are kept in fewer bits. None for other modules.
-
-    bitsandbytes keeps such a parameter packed, as a class of its own with a `quant_state`, or with a parametrization
-    _check_beyond(module, forward, known[0])
-    that unpacks all of it when it is read.
-    """
-    kept = {**module._parameters}
 def _check_beyond(module: nn.Module, forward: Callable[..., Tensor], found: StackedExperts) -> None:
     """Raise `Unlike` where an index beyond the last expert, which the op leaves out, adds something."""
     twin, (x, indices, weights) = _twin(module, found.up, found.transposed, torch.float32, 0.3)
@@ -288,6 +288,13 @@ def _check_beyond(module: nn.Module, forward: Callable[..., Tensor], found: Stac
         raise Unlike("an index beyond the last expert adds something, which ops.experts leaves out")
 
 
+def _quantised(module: nn.Module) -> str | None:
+    """Why the experts of a module are not served: their weights are kept in fewer bits. None for other modules.
+
+    bitsandbytes keeps such a parameter packed, as a class of its own with a `quant_state`, or with a parametrization
+    that unpacks all of it when it is read.
+    """
+    kept = {**module._parameters}
     parametrized = getattr(module, "parametrizations", None) or {}
     kept |= {name: chain.original for name, chain in parametrized.items() if hasattr(chain, "original")}
     first = next((name for name in _FIRST if kept.get(name) is not None), None)
