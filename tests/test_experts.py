@@ -178,6 +178,26 @@ def test_a_router_chooses_as_deepseek_s():
     torch.testing.assert_close(weights.gather(-1, order), wanted_weights.gather(-1, wanted_order))
 
 
+def test_a_router_chooses_as_deepseek_v2_s():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV2Config(
+        hidden_size=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=1.5,
+        topk_method="group_limited_greedy", num_attention_heads=4,
+    )  # fmt: skip
+    theirs = transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2TopkRouter(config)
+    ours = nn.Router(16, 16, 4, normalise=False, scale=1.5, groups=4, kept_groups=2, group_score="max")
+    torch.nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(64, 16)
+    weights, indices, _ = ours(x)
+    _, wanted_weights, wanted = theirs(x)
+    order, wanted_order = indices.argsort(-1), wanted.argsort(-1)
+    assert torch.equal(indices.gather(-1, order), wanted.gather(-1, wanted_order))
+    torch.testing.assert_close(weights.gather(-1, order), wanted_weights.gather(-1, wanted_order))
+    with pytest.raises(ValueError, match="Router: group_score must be one of 'top2', 'max', got 'sum'"):
+        nn.Router(16, 16, 4, group_score="sum")
+
+
 def test_the_balance_is_that_of_transformers():
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     logits = torch.randn(40, 8)
