@@ -549,6 +549,11 @@ def test_layers_refuse_what_does_not_fit():
         (lambda: nn.Experts(8, 4, 0), "num_experts must be at least 1"),
         (lambda: nn.Experts(8, 4, 2, "silu"), "activation must be one of"),
         (lambda: dataclasses.replace(ROUTED, experts_per_token=5), "experts_per_token is 5; there are 4"),
+        (lambda: nn.MixtureOfExperts(8, 4, 4, 2, "relu_squared", shared_size=4), "MixtureOfExperts: shared_size is 4"),
+        (lambda: dataclasses.replace(ROUTED, dense_layers=3), "dense_layers is 3; of 3 layers none would have experts"),
+        (lambda: nn.DecoderConfig(19, 16, 24, 3, 2, shared_size=12), "shared_size is 12 without experts; give num_exp"),
+        (lambda: nn.DecoderConfig(19, 16, 24, 3, 2, expert_size=8), "expert_size is 8 without experts; give num_exp"),
+        (lambda: nn.DecoderConfig(19, 16, 24, 3, 2, dense_layers=1), "dense_layers is 1 without experts; give num_exp"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
