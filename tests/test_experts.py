@@ -237,6 +237,10 @@ def test_what_is_not_a_number_is_chosen_and_stays_one():
     weights, indices = ops.route(logits, 2)
     assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
     assert indices[1, 0] == 4 and ((indices >= 0) & (indices < 8)).all()
+    logits[2, 1] = logits[2, 7] = torch.inf  # which is less than no number, and of two the first comes before
+    logits[2, 5] = -torch.tensor(torch.nan)
+    weights, indices = ops.route(logits, 3, scores="sigmoid", normalise=False)
+    assert indices[2].tolist() == [5, 1, 7] and weights[2, 0].isnan() and weights[2, 1:].tolist() == [1, 1]
 
 
 @pytest.mark.usefixtures("router")
@@ -246,6 +250,9 @@ def test_of_equal_scores_the_first_are_chosen():
     for scores in ("softmax", "sigmoid"):
         assert ops.route(torch.zeros(2, 9, device=DEVICE), 4, scores=scores)[1].tolist() == [[0, 1, 2, 3]] * 2
     assert ops.route(torch.zeros(8, device=DEVICE), 2, groups=4, kept_groups=1)[1].tolist() == [0, 1]
+    saturated = torch.tensor([30.0, 20.0, 40.0, 50.0], device=DEVICE)  # sigmoids of 1 in fp32, in an order nonetheless
+    for groups in (1, 2):
+        assert ops.route(saturated, 2, scores="sigmoid", groups=groups, kept_groups=groups)[1].tolist() == [3, 2]
 
 
 # kernels ----------------------------------------------------------------------------------------------------------

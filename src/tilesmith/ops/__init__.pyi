@@ -1834,7 +1834,8 @@ def route(
     equal parts of the experts, in order, of which only the `kept_groups` of the highest score take part: the sum of a
     group's two highest scores ("top2"), or its highest ("max"). normalise: the weights of a token are divided by their
     sum (plus 1e-20), which for softmax is the softmax over the chosen logits. scale: multiplies the weights.
-    A NaN counts as the highest score, so the weights of its token are NaN and its indices valid.
+    A NaN counts as the highest score, above infinity: its weight is NaN, with softmax or `normalise` those of its token
+    are too, and indices are valid.
 
     Returns weights [..., top_k] in fp32 (fp64 for fp64) and indices [..., top_k], int64, by falling score.
 
