@@ -69,6 +69,21 @@ def test_transformers_calls_the_op_under_its_name():
     torch.testing.assert_close(compiled(x), layer(x))
 
 
+@pytest.mark.usefixtures("served")
+def test_a_model_that_was_never_called_is_exported_under_the_name():
+    tilesmith.register_for_transformers()
+    model, tokens = build("qwen3_moe").eval(), batch("qwen3_moe")["input_ids"]
+    model.set_experts_implementation("tilesmith")
+    inputs, length = {"input_ids": tokens, "use_cache": False}, torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(
+        model, (), inputs, dynamic_shapes={"input_ids": {1: length}, "use_cache": None}, strict=False
+    )
+    longer = tokens.repeat(1, 2)
+    with torch.no_grad():
+        found, wanted = (m(input_ids=longer, use_cache=False).logits for m in (program.module(), model))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_without_a_kernel_the_model_s_own_products_run(monkeypatch):
     monkeypatch.setattr(rules, "reaches", lambda op, x: False)
     tilesmith.register_for_transformers()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.engine import tracing
 from tilesmith.engine.sharding import distributed
+from tilesmith.engine.torch_private import without_modes
 from tilesmith.models.layers.parameter_adapters import (
     adapted,
     factors,
@@ -100,7 +101,8 @@ def _learn(module: nn.Module) -> None:
     """Find out once what `module` computes."""
     if not hasattr(module, _KNOWN):
         try:
-            module.__dict__[_KNOWN] = recognise(module)
+            with without_modes():  # torch.export runs this, too, and its tensors have no values
+                module.__dict__[_KNOWN] = recognise(module)
         except Unlike as verdict:
             raise ValueError(
                 f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
