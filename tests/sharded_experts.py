@@ -1,12 +1,18 @@
 """What ranks check of experts: expert parallelism equals one process. Run by test_sharding.py in one spawn."""
 
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import tilesmith
+from optimize_models import Calls, batch, build, train
 from tilesmith import ops
 from tilesmith.distributed import expert_parallel
+from tilesmith.engine import use
+from tilesmith.models.layers.experts import NAME
 
 
 def _case(experts, tokens, top_k=3, hidden=6, inner=4):
@@ -102,3 +108,30 @@ def check_what_expert_parallel_refuses(mesh):
     with pytest.raises(TypeError, match="^expert_parallel: group must be a process group, .*None, got str 'ep'"):
         expert_parallel(x, *held, indices, weights, "ep")
     dist.barrier()
+
+
+def check_transformers_expert_parallelism(mesh):
+    """A model that transformers spreads over ranks has our experts by their name."""
+    try:
+        from transformers.distributed import DistributedConfig
+
+        how = DistributedConfig(tp_size=mesh.size(), tp_plan="auto", ep_size=mesh.size())
+    except (ImportError, TypeError):  # before transformers had `ep_size`
+        return
+    tilesmith.register_for_transformers()
+    whole, inputs = build("qwen3_moe"), batch("qwen3_moe")
+    loss, logits, gradients = train(whole, inputs)
+    folder = tempfile.TemporaryDirectory()  # that of the first rank is for all
+    name = [folder.name]
+    dist.broadcast_object_list(name)
+    if mesh.get_rank() == 0:
+        whole.save_pretrained(folder.name)
+    dist.barrier()
+    model = type(whole).from_pretrained(name[0], experts_implementation=NAME, distributed_config=how).train()
+    with use(experts="reference"), Calls() as counts:
+        found = train(model, inputs)
+    assert counts["experts"] == len(model.model.layers)
+    torch.testing.assert_close(found[:2], (loss, logits))
+    for name, gradient in found[2].items():
+        whole_gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        torch.testing.assert_close(whole_gradient, gradients[name])

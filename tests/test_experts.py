@@ -115,6 +115,10 @@ def test_experts_that_look_alike_stay():
     ):
         (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
         assert row.action == "skipped" and reason in row.reason
+    spread = changed()
+    spread._is_expert_parallel = True  # as transformers marks them
+    (row,) = rows(optimize(torch_nn.Sequential(spread), only="experts"))
+    assert row.action == "skipped" and "experts_implementation='tilesmith'" in row.reason
     chosen = build("qwen3_moe")
     chosen.config._experts_implementation = "deepgemm"
     assert all(row.reason == "its experts were set to deepgemm" for row in rows(optimize(chosen, only="experts")))

@@ -210,6 +210,8 @@ class ExpertsRule(Rule):
             return None
         if _asked(module) not in _REPLACED:
             return Skip(f"its experts were set to {_asked(module)}", wanted=False)
+        if getattr(module, "_is_expert_parallel", False):
+            return Skip(f"transformers spreads its experts over ranks; load it with experts_implementation={NAME!r}")
         try:
             found = self._verdicts.of(module, lambda: recognise(module))
         except Unlike as verdict:
