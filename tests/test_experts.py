@@ -277,6 +277,29 @@ def test_of_equal_scores_the_first_are_chosen():
 # kernels ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+def test_a_clamp_passes_no_gradient_to_what_is_no_number(kernel, request):
+    """As torch.clamp does, so that a kernel and its reference agree on which tokens are hit."""
+    if kernel == "triton":
+        request.getfixturevalue("needs_triton")
+    x, gate_up, down = (torch.randn(*shape, device=DEVICE) for shape in ((5, 8), (2, 12, 8), (2, 8, 6)))
+    x[3, 0] = torch.nan
+    indices, gradients = torch.zeros(5, 1, dtype=torch.int64, device=DEVICE), []
+    for call in (
+        lambda t: ops.experts(t, gate_up, down, indices, torch.ones(5, 1, device=DEVICE), limit=0.5),
+        lambda t: torch.stack([down[0] @ clamped(*(gate_up[0] @ row).chunk(2)) for row in t]),
+    ):
+        leaf = x.clone().requires_grad_()
+        with use(experts=kernel):
+            call(leaf).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def clamped(gate, up):
+    return torch_nn.functional.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)
+
+
 @pytest.mark.usefixtures("needs_triton")
 def test_pairs_are_grouped_as_a_stable_sort_does():
     from tilesmith.ops.moe.index import group
