@@ -1,17 +1,20 @@
 """What ranks check of experts: expert parallelism equals one process. Run by test_sharding.py in one spawn."""
 
+import copy
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilesmith
-from optimize_models import Calls, batch, build, train
-from tilesmith import ops
+from optimize_models import OPS, Calls, batch, build, train
+from tilesmith import nn, ops
 from tilesmith.distributed import expert_parallel
 from tilesmith.engine import use
+from tilesmith.models import optimize
 from tilesmith.models.layers.experts import NAME
 
 
@@ -135,3 +138,23 @@ def check_transformers_expert_parallelism(mesh):
     for name, gradient in found[2].items():
         whole_gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         torch.testing.assert_close(whole_gradient, gradients[name])
+
+
+def check_fsdp_shards_experts_as_any_parameter(mesh):
+    """Layers of one's own, and experts of a model that is optimized: gradients are the ranks' mean."""
+    layer, x = nn.MixtureOfExperts(16, 8, 4, 2, shared_size=8), torch.randn(mesh.size(), 7, 16)
+    model, inputs = build("qwen3_moe", layers=1), batch("qwen3_moe")
+    rows = [{k: v[r % 2 :][:1] for k, v in inputs.items()} for r in range(mesh.size())]
+    for whole, parts, calls in (
+        (layer, lambda m: (m.experts, m), [lambda m, t=t: m(t).square().sum() for t in x]),
+        (model, lambda m: (*m.model.layers, m), [lambda m, row=row: m(**row).loss for row in rows]),
+    ):
+        sharded = optimize(copy.deepcopy(whole))
+        for part in parts(sharded):
+            fully_shard(part, mesh=mesh)
+        with use(**dict.fromkeys(OPS, "reference")):
+            calls[mesh.get_rank()](sharded).backward()
+        (sum(call(whole) for call in calls) / len(calls)).backward()
+        for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
