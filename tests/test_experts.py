@@ -163,15 +163,17 @@ def test_a_call_that_says_more_is_the_model_s_own():
 
 
 def test_experts_of_two_dtypes_are_left_to_the_model():
+    def served(module):
+        x = torch.randn(2, 64)
+        return rules._served(rules.experts_of(module, x, x, x, rules.recognise(module)))
+
     module = build("qwen3_moe", layers=1).model.layers[0].mlp.experts.bfloat16()
-    with use(experts="reference"):
-        assert not rules._served(module, torch.randn(2, 64), rules.recognise(module))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert rules._served(module, torch.randn(2, 64), rules.recognise(module))
     biased = build("gpt_oss", layers=1).model.layers[0].mlp.experts
     biased.down_proj_bias.data = biased.down_proj_bias.data.double()
     with use(experts="reference"):
-        assert not rules._served(biased, torch.randn(2, 64), rules.recognise(biased))
+        assert not served(module) and not served(biased)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert served(module)
 
 
 # routing ----------------------------------------------------------------------------------------------------------

@@ -89,12 +89,13 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if child is not None:
         ran(module, "experts_fp8")
         return child(hidden_states, top_k_index, top_k_weights)
-    if not _served(module, hidden_states, found):
+    args = experts_of(module, hidden_states, top_k_index, top_k_weights, found)
+    if not _served(args):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     ran(module, "experts")
-    return ops.experts(*experts_of(module, hidden_states, top_k_index, top_k_weights, found))
+    return ops.experts(*args)
 
 
 def _learn(module: nn.Module) -> None:
@@ -127,12 +128,12 @@ def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
-def _served(module: nn.Module, x: Tensor, found: StackedExperts, more: Iterable[Any] = ()) -> bool:
-    """Whether the op takes a call: a kernel is there, tensors are whole and, but under autocast, of one dtype."""
-    names = (found.up, "down_proj", f"{found.up}_bias", "down_proj_bias")
-    weights = [t for t in (getattr(module, name, None) for name in names) if t is not None]
-    one = all(t.dtype == x.dtype for t in weights) or torch.is_autocast_enabled(x.device.type)
-    return reaches("experts", x) and one and not distributed((x, *weights, *more))
+def _served(args: tuple, more: Iterable[Any] = ()) -> bool:
+    """Whether the op takes a call with the arguments of `experts_of` and `more` tensors: a kernel is there, tensors are
+    whole and, but under autocast, of one dtype."""
+    x, up, down, _, _, *biases = args[:7]
+    one = all(t is None or t.dtype == x.dtype for t in (up, down, *biases)) or torch.is_autocast_enabled(x.device.type)
+    return reaches("experts", x) and one and not distributed((*args, *more))
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,7 @@ class ExpertsForm(Form):
     experts: StackedExperts
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found, names = self.experts, _arguments(base)
-        first, second, third = names
+        found, (first, second, third) = self.experts, (names := _arguments(base))
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             if not _only(names, args, kwargs):
@@ -154,10 +154,11 @@ class ExpertsForm(Form):
             if child is not None:
                 ran(self, "experts_fp8")
                 return child(x, indices, weights)
-            if not _served(self, x, found):
+            call = experts_of(self, x, indices, weights, found)
+            if not _served(call):
                 return base.forward(self, *args, **kwargs)
             ran(self, "experts")
-            return ops.experts(*experts_of(self, x, indices, weights, found))
+            return ops.experts(*call)
 
         return {"forward": forward, _KNOWN: found}
 
@@ -166,25 +167,26 @@ class ExpertsForm(Form):
 class LoraExpertsForm(Form):
     """PEFT's wrappers around stacked experts, of which the outermost is swapped: the op adds the adapters.
 
-    names: what the forward of the experts calls tokens, experts and their weights.
-    """
+    names: what the forward of the experts calls tokens, experts and their weights."""
 
     experts: StackedExperts
     names: tuple[str, ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found, names = self.experts, self.names
-        first, second, third = names
+        found, (first, second, third) = self.experts, (names := self.names)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             inner, lora = self.get_base_layer(), factors(self, found.up, found.transposed)
             if first in kwargs or not _only(names, args, kwargs):
                 lora = None
-            if lora is None or not _served(inner, args[0], found, lora.values()):
+            if lora is None:
                 return base.forward(self, *args, **kwargs)
             indices, weights = given(second, 1, args, kwargs), given(third, 2, args, kwargs)
+            call = experts_of(inner, args[0], indices, weights, found)
+            if not _served(call, lora.values()):
+                return base.forward(self, *args, **kwargs)
             ran(self, "experts")
-            return ops.experts(*experts_of(inner, args[0], indices, weights, found), **lora)
+            return ops.experts(*call, **lora)
 
         return {"forward": forward}
 
@@ -203,8 +205,7 @@ class ExpertsRule(Rule):
         if is_wrapper(module):
             within = any(is_wrapper(holder) for holder in itertools.islice(site.holders(), 1))
             return None if within else self._wrapped(module)
-        reason = _quantised(module)
-        if reason is not None:
+        if (reason := _quantised(module)) is not None:
             return Skip(reason)
         if _up(module) is None:
             return None
@@ -253,8 +254,7 @@ def _only(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def recognise(module: nn.Module) -> StackedExperts:
     """What `module` computes, found by running its class with small weights. Raises `Unlike`."""
-    reason = _quantised(module)
-    if reason is not None:
+    if (reason := _quantised(module)) is not None:
         raise Unlike(reason)
     module = without_parametrizations(module)
     up = _up(module)
