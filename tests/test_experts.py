@@ -148,6 +148,18 @@ def test_experts_that_pass_tokens_on_stay():
     assert row.action == "skipped" and row.reason == "its gate_up_proj has 7 experts and its down_proj 4"
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_that_drop_elements_in_training_stay(training):
+    plain = type(changed()).forward
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return torch_nn.functional.dropout(plain(self, hidden_states, top_k_index, top_k_weights), 0.5, self.training)
+
+    (row,) = rows(optimize(torch_nn.Sequential(changed(forward=forward)).train(training), only="experts"))
+    assert row.action == "skipped"
+    assert ("on small inputs it differs" if training else "it computes something else in training") in row.reason
+
+
 @pytest.mark.usefixtures("served")
 def test_a_call_that_says_more_is_the_model_s_own():
     plain = type(changed()).forward
