@@ -115,6 +115,10 @@ def test_experts_that_look_alike_stay():
     ):
         (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
         assert row.action == "skipped" and reason in row.reason
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    config = types.SimpleNamespace(num_local_experts=4, intermediate_size=8, hidden_size=16, hidden_act="silu")
+    (row,) = rows(optimize(torch_nn.Sequential(llama4.Llama4TextExperts(config)), only="experts"))
+    assert row.reason == "its forward takes (hidden_states), not tokens, experts and their weights"
     spread = changed()
     spread._is_expert_parallel = True  # as transformers marks them
     (row,) = rows(optimize(torch_nn.Sequential(spread), only="experts"))

@@ -70,6 +70,9 @@ def recognise(module: nn.Module) -> StackedExperts:
     if getattr(module, "has_post_expert_norm", False):
         raise Unlike("it normalises what each expert gives before its weight")
     forward = inspect.unwrap(original_class(type(module)).forward)
+    names = list(inspect.signature(forward).parameters)[1:]
+    if len(names) < 3:
+        raise Unlike(f"its forward takes ({', '.join(names)}), not tokens, experts and their weights")
     known = list(_candidates(module, up))
     for dtype, scale in _SETTINGS:
         agreeing = []
