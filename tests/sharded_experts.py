@@ -1,12 +1,21 @@
 """What ranks check of experts: expert parallelism equals one process. Run by test_sharding.py in one spawn."""
 
+import copy
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tilesmith import ops
+import tilesmith
+from optimize_models import OPS, Calls, batch, build, train
+from tilesmith import nn, ops
 from tilesmith.distributed import expert_parallel
+from tilesmith.engine import use
+from tilesmith.models import optimize
+from tilesmith.models.layers.experts import NAME
 
 
 def _case(experts, tokens, top_k=3, hidden=6, inner=4):
@@ -62,3 +71,90 @@ def check_dtensors_are_refused(mesh):
     with pytest.raises(ValueError, match=r"experts: takes no DTensors.*to_local\(\)"):
         ops.experts(x, sharded, distribute_tensor(down, mesh, [Shard(0)]), indices, weights)
     dist.barrier()
+
+
+def check_a_gradient_of_a_gradient_travels(mesh):
+    x, gate_up, down, indices, weights, *_ = _case(2 * mesh.size(), 5 * mesh.size())
+    mine, rank = slice(5 * mesh.get_rank(), 5 * mesh.get_rank() + 5), mesh.get_rank()
+
+    def twice(call, leaf):
+        (first,) = torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+    held = [t.detach().chunk(mesh.size())[rank] for t in (gate_up, down)]
+    found = twice(
+        lambda t: expert_parallel(t, *held, indices[mine], weights.detach()[mine], mesh),
+        x.detach()[mine].requires_grad_(),
+    )
+    torch.testing.assert_close(found, twice(lambda t: ops.experts(t, gate_up, down, indices, weights), x)[mine])
+
+
+def check_tokens_travel_in_the_dtype_of_autocast(mesh):
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(2 * mesh.size(), 8))
+    rank = mesh.get_rank()
+    held = [t.float().chunk(mesh.size())[rank].requires_grad_() for t in (gate_up, down)]
+    half = torch.bfloat16
+    by_hand = expert_parallel(x.to(half), *(t.to(half) for t in held), indices, weights, mesh)
+    for dtype in (torch.float32, half):
+        with torch.autocast("cpu", half):
+            found = expert_parallel(x.to(dtype), *held, indices, weights, mesh)
+        assert found.dtype == half and torch.equal(found, by_hand)
+        assert all(g.dtype == torch.float32 for g in torch.autograd.grad(found.sum(), held))
+
+
+def check_what_expert_parallel_refuses(mesh):
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(4, 4))
+    held = gate_up.chunk(mesh.size())[0], down.chunk(mesh.size())[0]
+    sharded = distribute_tensor(x, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"^expert_parallel: takes no DTensors; .*to_local\(\)"):
+        expert_parallel(sharded, *held, indices, weights, mesh)
+    with pytest.raises(TypeError, match="^expert_parallel: group must be a process group, .*None, got str 'ep'"):
+        expert_parallel(x, *held, indices, weights, "ep")
+    dist.barrier()
+
+
+def check_transformers_expert_parallelism(mesh):
+    """A model that transformers spreads over ranks has our experts by their name."""
+    try:
+        from transformers.distributed import DistributedConfig
+
+        how = DistributedConfig(tp_size=mesh.size(), tp_plan="auto", ep_size=mesh.size())
+    except (ImportError, TypeError):  # before transformers had `ep_size`
+        return
+    tilesmith.register_for_transformers()
+    whole, inputs = build("qwen3_moe"), batch("qwen3_moe")
+    loss, logits, gradients = train(whole, inputs)
+    folder = tempfile.TemporaryDirectory()  # that of the first rank is for all
+    name = [folder.name]
+    dist.broadcast_object_list(name)
+    if mesh.get_rank() == 0:
+        whole.save_pretrained(folder.name)
+    dist.barrier()
+    model = type(whole).from_pretrained(name[0], experts_implementation=NAME, distributed_config=how).train()
+    with use(experts="reference"), Calls() as counts:
+        found = train(model, inputs)
+    assert counts["experts"] == len(model.model.layers)
+    torch.testing.assert_close(found[:2], (loss, logits))
+    for name, gradient in found[2].items():
+        whole_gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        torch.testing.assert_close(whole_gradient, gradients[name])
+
+
+def check_fsdp_shards_experts_as_any_parameter(mesh):
+    """Layers of one's own, and experts of a model that is optimized: gradients are the ranks' mean."""
+    layer, x = nn.MixtureOfExperts(16, 8, 4, 2, shared_size=8), torch.randn(mesh.size(), 7, 16)
+    model, inputs = build("qwen3_moe", layers=1), batch("qwen3_moe")
+    rows = [{k: v[r % 2 :][:1] for k, v in inputs.items()} for r in range(mesh.size())]
+    for whole, parts, calls in (
+        (layer, lambda m: (m.experts, m), [lambda m, t=t: m(t).square().sum() for t in x]),
+        (model, lambda m: (*m.model.layers, m), [lambda m, row=row: m(**row).loss for row in rows]),
+    ):
+        sharded = optimize(copy.deepcopy(whole))
+        for part in parts(sharded):
+            fully_shard(part, mesh=mesh)
+        with use(**dict.fromkeys(OPS, "reference")):
+            calls[mesh.get_rank()](sharded).backward()
+        (sum(call(whole) for call in calls) / len(calls)).backward()
+        for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)

@@ -164,6 +164,7 @@ def test_a_run_can_be_made_longer(book, tmp_path):
         (("BOOK", "--dtype", "float16"), "--dtype must be float32 or bfloat16, got 'float16'"),
         (("BOOK", "--device", "gpu7"), "'gpu7' is not a device here"),
         (("BOOK", "--chosen", 2), "--chosen is for a model of experts; say how many by --experts"),
+        (("BOOK", "--chosen", 2, "--experts", 0), "--chosen is for a model of experts; say how many by --experts"),
         (
             ("BOOK", "--heads", 3, "--kv-heads", 2),
             "the sizes of the model do not fit together: DecoderConfig: num_kv_heads is 2",

@@ -1,6 +1,7 @@
 """Experts beyond the generic harness: models of transformers, routers, the index of pairs, plans, layers, mistakes."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -68,6 +69,21 @@ def test_transformers_calls_the_op_under_its_name():
     torch.testing.assert_close(compiled(x), layer(x))
 
 
+@pytest.mark.usefixtures("served")
+def test_a_model_that_was_never_called_is_exported_under_the_name():
+    tilesmith.register_for_transformers()
+    model, tokens = build("qwen3_moe").eval(), batch("qwen3_moe")["input_ids"]
+    model.set_experts_implementation("tilesmith")
+    inputs, length = {"input_ids": tokens, "use_cache": False}, torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(
+        model, (), inputs, dynamic_shapes={"input_ids": {1: length}, "use_cache": None}, strict=False
+    )
+    longer = tokens.repeat(1, 2)
+    with torch.no_grad():
+        found, wanted = (m(input_ids=longer, use_cache=False).logits for m in (program.module(), model))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_without_a_kernel_the_model_s_own_products_run(monkeypatch):
     monkeypatch.setattr(rules, "reaches", lambda op, x: False)
     tilesmith.register_for_transformers()
@@ -99,6 +115,14 @@ def test_experts_that_look_alike_stay():
     ):
         (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
         assert row.action == "skipped" and reason in row.reason
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    config = types.SimpleNamespace(num_local_experts=4, intermediate_size=8, hidden_size=16, hidden_act="silu")
+    (row,) = rows(optimize(torch_nn.Sequential(llama4.Llama4TextExperts(config)), only="experts"))
+    assert row.reason == "its forward takes (hidden_states), not tokens, experts and their weights"
+    spread = changed()
+    spread._is_expert_parallel = True  # as transformers marks them
+    (row,) = rows(optimize(torch_nn.Sequential(spread), only="experts"))
+    assert row.action == "skipped" and "experts_implementation='tilesmith'" in row.reason
     chosen = build("qwen3_moe")
     chosen.config._experts_implementation = "deepgemm"
     assert all(row.reason == "its experts were set to deepgemm" for row in rows(optimize(chosen, only="experts")))
@@ -107,12 +131,65 @@ def test_experts_that_look_alike_stay():
         rules.experts_forward(changed(forward=halved), torch.randn(3, 64), torch.zeros(3, 1).long(), torch.ones(3, 1))
 
 
+def zeros_pass(self, hidden_states, top_k_index, top_k_weights):
+    """As the class, and what chooses no expert of it passes on (the zero-computation experts of LongCat-Flash)."""
+    passes = top_k_index >= self.num_experts
+    found = super(type(self), self).forward(
+        hidden_states, top_k_index.clamp(max=self.num_experts - 1), top_k_weights.masked_fill(passes, 0)
+    )
+    return found + hidden_states * (top_k_weights * passes).sum(-1, keepdim=True)
+
+
+def test_experts_that_pass_tokens_on_stay():
+    (row,) = rows(optimize(torch_nn.Sequential(changed(forward=zeros_pass)), only="experts"))
+    assert row.action == "skipped" and "an index beyond the last expert" in row.reason
+    longcat = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
+    config = types.SimpleNamespace(
+        expert_ffn_hidden_size=8, hidden_size=16, n_routed_experts=4, zero_expert_num=3, hidden_act="silu"
+    )
+    model = torch_nn.Sequential(longcat.LongcatFlashExperts(config))
+    (row,) = rows(optimize(model, only="experts"))
+    assert row.action == "skipped" and row.reason == "its gate_up_proj has 7 experts and its down_proj 4"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_that_drop_elements_in_training_stay(training):
+    plain = type(changed()).forward
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return torch_nn.functional.dropout(plain(self, hidden_states, top_k_index, top_k_weights), 0.5, self.training)
+
+    (row,) = rows(optimize(torch_nn.Sequential(changed(forward=forward)).train(training), only="experts"))
+    assert row.action == "skipped"
+    assert ("on small inputs it differs" if training else "it computes something else in training") in row.reason
+
+
+@pytest.mark.usefixtures("served")
+def test_a_call_that_says_more_is_the_model_s_own():
+    plain = type(changed()).forward
+
+    def forward(self, hidden_states, top_k_index, top_k_weights, factor=1):
+        return factor * plain(self, hidden_states, top_k_index, top_k_weights)
+
+    module = changed(forward=forward)
+    call = torch.randn(3, 64), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+    optimize(torch_nn.Sequential(module), only="experts")
+    torch.testing.assert_close(module(*call, 2.0), 2 * module(*call))
+    torch.testing.assert_close(module(*call, factor=2.0), 2 * module(*call))
+
+
 def test_experts_of_two_dtypes_are_left_to_the_model():
+    def served(module):
+        x = torch.randn(2, 64)
+        return rules._served(rules.experts_of(module, x, x, x, rules.recognise(module)))
+
     module = build("qwen3_moe", layers=1).model.layers[0].mlp.experts.bfloat16()
+    biased = build("gpt_oss", layers=1).model.layers[0].mlp.experts
+    biased.down_proj_bias.data = biased.down_proj_bias.data.double()
     with use(experts="reference"):
-        assert not rules._served(module, torch.randn(2, 64), rules.recognise(module))
+        assert not served(module) and not served(biased)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert rules._served(module, torch.randn(2, 64), rules.recognise(module))
+            assert served(module)
 
 
 # routing ----------------------------------------------------------------------------------------------------------
@@ -138,6 +215,26 @@ def test_a_router_chooses_as_deepseek_s():
     torch.testing.assert_close(weights.gather(-1, order), wanted_weights.gather(-1, wanted_order))
 
 
+def test_a_router_chooses_as_deepseek_v2_s():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV2Config(
+        hidden_size=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=1.5,
+        topk_method="group_limited_greedy", num_attention_heads=4,
+    )  # fmt: skip
+    theirs = transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2TopkRouter(config)
+    ours = nn.Router(16, 16, 4, normalise=False, scale=1.5, groups=4, kept_groups=2, group_score="max")
+    torch.nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(64, 16)
+    weights, indices, _ = ours(x)
+    _, wanted_weights, wanted = theirs(x)
+    order, wanted_order = indices.argsort(-1), wanted.argsort(-1)
+    assert torch.equal(indices.gather(-1, order), wanted.gather(-1, wanted_order))
+    torch.testing.assert_close(weights.gather(-1, order), wanted_weights.gather(-1, wanted_order))
+    with pytest.raises(ValueError, match="Router: group_score must be one of 'top2', 'max', got 'sum'"):
+        nn.Router(16, 16, 4, group_score="sum")
+
+
 def test_the_balance_is_that_of_transformers():
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     logits = torch.randn(40, 8)
@@ -147,6 +244,18 @@ def test_the_balance_is_that_of_transformers():
     torch.testing.assert_close(z, logits.logsumexp(-1).square().mean())
     even = torch.zeros(8, 8), torch.arange(24).view(8, 3) % 8
     assert ops.router_losses(*even)[0] == 3
+
+
+def test_scores_that_are_all_tiny_still_have_shares():
+    logits = torch.full((5, 4), -200.0) + torch.randn(5, 4)
+    logits.requires_grad_()
+    indices = torch.randint(4, (5, 2))
+    wide = logits.detach().double().requires_grad_()
+    balance, wanted = (ops.router_losses(x, indices, "sigmoid")[0] for x in (logits, wide))
+    torch.testing.assert_close(balance.double(), wanted)
+    balance.backward()
+    wanted.backward()
+    torch.testing.assert_close(logits.grad.double(), wide.grad)
 
 
 @pytest.fixture(params=["reference", "triton"])
@@ -165,6 +274,10 @@ def test_what_is_not_a_number_is_chosen_and_stays_one():
     weights, indices = ops.route(logits, 2)
     assert weights[1].isnan().all() and weights[[0, 2]].isfinite().all()
     assert indices[1, 0] == 4 and ((indices >= 0) & (indices < 8)).all()
+    logits[2, 1] = logits[2, 7] = torch.inf  # which is less than no number, and of two the first comes before
+    logits[2, 5] = -torch.tensor(torch.nan)
+    weights, indices = ops.route(logits, 3, scores="sigmoid", normalise=False)
+    assert indices[2].tolist() == [5, 1, 7] and weights[2, 0].isnan() and weights[2, 1:].tolist() == [1, 1]
 
 
 @pytest.mark.usefixtures("router")
@@ -174,9 +287,35 @@ def test_of_equal_scores_the_first_are_chosen():
     for scores in ("softmax", "sigmoid"):
         assert ops.route(torch.zeros(2, 9, device=DEVICE), 4, scores=scores)[1].tolist() == [[0, 1, 2, 3]] * 2
     assert ops.route(torch.zeros(8, device=DEVICE), 2, groups=4, kept_groups=1)[1].tolist() == [0, 1]
+    saturated = torch.tensor([30.0, 20.0, 40.0, 50.0], device=DEVICE)  # sigmoids of 1 in fp32, in an order nonetheless
+    for groups in (1, 2):
+        assert ops.route(saturated, 2, scores="sigmoid", groups=groups, kept_groups=groups)[1].tolist() == [3, 2]
 
 
 # kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+def test_a_clamp_passes_no_gradient_to_what_is_no_number(kernel, request):
+    """As torch.clamp does, so that a kernel and its reference agree on which tokens are hit."""
+    if kernel == "triton":
+        request.getfixturevalue("needs_triton")
+    x, gate_up, down = (torch.randn(*shape, device=DEVICE) for shape in ((5, 8), (2, 12, 8), (2, 8, 6)))
+    x[3, 0] = torch.nan
+    indices, gradients = torch.zeros(5, 1, dtype=torch.int64, device=DEVICE), []
+    for call in (
+        lambda t: ops.experts(t, gate_up, down, indices, torch.ones(5, 1, device=DEVICE), limit=0.5),
+        lambda t: torch.stack([down[0] @ clamped(*(gate_up[0] @ row).chunk(2)) for row in t]),
+    ):
+        leaf = x.clone().requires_grad_()
+        with use(experts=kernel):
+            call(leaf).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def clamped(gate, up):
+    return torch_nn.functional.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)
 
 
 @pytest.mark.usefixtures("needs_triton")
@@ -460,6 +599,16 @@ def test_checkpointed_experts_have_the_same_gradients():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_layer_takes_any_number_of_tokens(strict):
+    layer = nn.MixtureOfExperts(16, 8, 4, 2, shared_size=8)
+    tokens = torch.export.Dim("tokens")
+    program = torch.export.export(layer, (torch.randn(5, 16),), dynamic_shapes=({0: tokens},), strict=strict)
+    for count in (1, 5, 9):
+        x = torch.randn(count, 16)
+        torch.testing.assert_close(program.module()(x), layer(x))
+
+
 def test_layers_refuse_what_does_not_fit():
     for call, words in (
         (lambda: nn.Router(8, 4, 5), "top_k is 5; there are 4 experts"),
@@ -467,6 +616,11 @@ def test_layers_refuse_what_does_not_fit():
         (lambda: nn.Experts(8, 4, 0), "num_experts must be at least 1"),
         (lambda: nn.Experts(8, 4, 2, "silu"), "activation must be one of"),
         (lambda: dataclasses.replace(ROUTED, experts_per_token=5), "experts_per_token is 5; there are 4"),
+        (lambda: nn.MixtureOfExperts(8, 4, 4, 2, "relu_squared", shared_size=4), "MixtureOfExperts: shared_size is 4"),
+        (lambda: dataclasses.replace(ROUTED, dense_layers=3), "dense_layers is 3; of 3 layers none would have experts"),
+        (lambda: nn.DecoderConfig(19, 16, 24, 3, 2, shared_size=12), "shared_size is 12 without experts; give num_exp"),
+        (lambda: nn.DecoderConfig(19, 16, 24, 3, 2, expert_size=8), "expert_size is 8 without experts; give num_exp"),
+        (lambda: nn.DecoderConfig(19, 16, 24, 3, 2, dense_layers=1), "dense_layers is 1 without experts; give num_exp"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

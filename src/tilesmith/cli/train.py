@@ -222,7 +222,7 @@ def _language(text: str, plan: Plan, options: dict[str, Any], device: torch.devi
 
     path, dtype = options["model"], getattr(torch, plan.dtype)
     sizes = {name: options[name] for name in SIZES if options[name] is not None}
-    if "chosen" in sizes and "experts" not in sizes:
+    if "chosen" in sizes and not sizes.get("experts"):
         refuse("--chosen is for a model of experts; say how many by --experts")
     base = subject.SMALL if device.type == "cpu" else subject.LARGE
     torch.manual_seed(plan.seed)

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import attributed_to
+from tilesmith.engine.arguments import shown
+from tilesmith.engine.sharding import distributed
 
 
 @attributed_to("experts")
@@ -34,18 +36,21 @@ def expert_parallel(
     options, as of `ops.experts`.
 
     A token travels once to each rank that has experts of it, which weights and adds what they give. The sums of ranks
-    are rounded to x's dtype and added in the order of ranks. Three exchanges each way, of which the first, of counts,
-    waits for the device. All ranks must call it, and all must run the backward or none. The gradients of gate_up, down
-    and biases are those of all ranks' tokens: no reduction over the group must follow.
+    are rounded to x's dtype and added in the order of ranks. The forward has five exchanges, of which the first, of
+    counts, waits for the device; the backward has three at most. All ranks must call it, and all must run the backward
+    or none. The gradients of gate_up, down and biases are those of all ranks' tokens: no reduction over the group must
+    follow. Under autocast tokens travel in its dtype.
 
-    Raises ValueError for a mesh of several dims and as `ops.experts` does; ranks whose numbers of experts differ.
+    Raises ValueError for a mesh of several dims, DTensors, ranks whose numbers of experts differ, and as `ops.experts`
+    does; TypeError for another group.
     """
-    biases = (gate_up_bias, down_bias)
-    ops.experts.check(*ops.experts.bind((x, gate_up, down, indices, weights, *biases), activation))
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"expert_parallel: group is a mesh of {group.ndim} dims; it must have one, as mesh['ep']")
-        group = group.get_group()
+    group = _group(group)
+    args = ops.experts.bind((x, gate_up, down, indices, weights, gate_up_bias, down_bias), activation)
+    if distributed(args):
+        raise ValueError("expert_parallel: takes no DTensors; pass what each rank holds, as with .to_local()")
+    args = ops.experts._autocast(args)
+    ops.experts.check(*args)
+    (x, gate_up, down, indices, weights), rest = args[:5], args[5:]
     ranks, held = dist.get_world_size(group), gate_up.shape[0]
     tokens = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     chosen = indices.reshape(tokens.shape[0], indices.shape[-1])
@@ -58,12 +63,26 @@ def expert_parallel(
     rows = _Exchange.apply(tokens[token], sent, received, group)
     scales = _Exchange.apply(weights.reshape(chosen.shape)[token], sent, received, group)
     which = _exchanged(local, sent, received, group)
-    made = ops.experts(rows, gate_up, down, which, scales, *biases, **activation)
+    made = ops.experts(rows, gate_up, down, which, scales, *rest)
     back = _Exchange.apply(made, received, sent, group)
     total = tokens.new_zeros(tokens.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for part, places in zip(back.split(sent), token.split(sent)):  # a rank has each token once: no sum is a race
         total = total.index_add(0, places, part.to(total.dtype))
     return total.to(x.dtype).reshape(x.shape)
+
+
+def _group(group: Any) -> dist.ProcessGroup | None:
+    """The process group that `group` names."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"expert_parallel: group is a mesh of {group.ndim} dims; it must have one, as mesh['ep']")
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"expert_parallel: group must be a process group, a mesh of one dim or None, got {shown(group)}; write "
+            "mesh['ep'], for example"
+        )
+    return group
 
 
 def _counts(sent: Tensor, held: int, group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
@@ -94,4 +113,4 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _exchanged(grad, *ctx.way), None, None, None
+        return _Exchange.apply(grad, *ctx.way), None, None, None  # not `_exchanged`, which a second backward would miss

@@ -41,7 +41,8 @@ NAMES = {
     "torch._C._get_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
     "torch._C._stash_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
     "torch.utils._python_dispatch.TorchDispatchMode": "launchers are not replayed; doctor cannot watch a call",
-    "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed",
+    "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed; "
+    "a model with the experts of this library by name must be called before torch.export",
     "torch.nn.modules.module._has_any_global_hook": "blocks and tokens that were recorded are not replayed",
     "torch._foreach_mul": "gradients that CUDA graphs compute are copied one by one",
     "torch._addmm_activation": "products with relu or gelu behind them take two calls",

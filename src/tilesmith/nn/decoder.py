@@ -40,6 +40,9 @@ class DecoderConfig:
     `expert_size` wide inside (None: intermediate_size), `experts_per_token` of them for a token, and `shared_size` as
     there. router_balance, router_z: factors of the means over these layers of the load-balancing loss and the z-loss
     (`ops.router_losses`), which are added to the loss in training.
+
+    Raises TypeError and ValueError, by the name of the field, for what a field cannot be and for fields that do not fit
+    together.
     """
 
     vocab_size: int
@@ -82,10 +85,6 @@ class DecoderConfig:
         for name in ("num_experts", "shared_size", "dense_layers"):
             size("DecoderConfig", name, getattr(self, name), 0)
         size("DecoderConfig", "experts_per_token", self.experts_per_token)
-        if self.num_experts and self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"DecoderConfig: experts_per_token is {self.experts_per_token}; there are {self.num_experts} experts"
-            )
         for name in ("num_kv_heads", "head_dim", "rotary_dim", "expert_size"):
             if getattr(self, name) is not None:
                 size("DecoderConfig", name, getattr(self, name))
@@ -102,7 +101,27 @@ class DecoderConfig:
         choice("DecoderConfig", "activation", self.activation, GATED)
         choice("DecoderConfig", "norm_casting", self.norm_casting, CASTINGS)
         choice("DecoderConfig", "router_scores", self.router_scores, ("softmax", "sigmoid"))
+        self._check_experts()
         self._check_heads()
+
+    def _check_experts(self) -> None:
+        """Raise where the numbers of experts do not fit, or what only experts have is given without them."""
+        if self.num_experts == 0:
+            for name in ("expert_size", "shared_size", "dense_layers"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f"DecoderConfig: {name} is {value} without experts; give num_experts, or leave it out"
+                    )
+        elif self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"DecoderConfig: experts_per_token is {self.experts_per_token}; there are {self.num_experts} experts: "
+                "give that many at most"
+            )
+        elif self.dense_layers and self.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"DecoderConfig: dense_layers is {self.dense_layers}; of {self.num_layers} layers none would have "
+                "experts: give fewer"
+            )
 
     def _check_heads(self) -> None:
         """Raise where heads do not divide, or more of a head is rotated than it has."""

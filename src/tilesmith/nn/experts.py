@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, divides, flag, number, size
-from tilesmith.nn.mlp import GatedMLP
+from tilesmith.nn.mlp import GATED, GatedMLP
 from tilesmith.nn.norm import casting_child
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_erf", "relu_squared")
@@ -32,6 +32,7 @@ class Router(nn.Module):
         scale: float = 1.0,
         groups: int = 1,
         kept_groups: int = 1,
+        group_score: str = "top2",
         corrected: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -40,6 +41,7 @@ class Router(nn.Module):
         for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
             size("Router", name, value)
         choice("Router", "scores", scores, ("softmax", "sigmoid"))
+        choice("Router", "group_score", group_score, ("top2", "max"))
         flag("Router", "normalise", normalise)
         flag("Router", "corrected", corrected)
         number("Router", "scale", scale)
@@ -54,7 +56,7 @@ class Router(nn.Module):
                 f"Router: top_k is {top_k}; there are {most} experts to choose from: give top_k that many at most"
             )
         self.top_k, self.scores, self.normalise, self.scale = top_k, scores, normalise, scale
-        self.groups, self.kept_groups = groups, kept_groups
+        self.groups, self.kept_groups, self.group_score = groups, kept_groups, group_score
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if corrected else None
         self.register_buffer("e_score_correction_bias", bias)
@@ -65,7 +67,8 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(weights [..., K] in fp32, indices [..., K], logits [..., E]) of tokens x [..., C]."""
+        """(weights and indices [..., K] of `ops.route`, logits [..., E]) of tokens x [..., C]; logits have x's dtype or
+        autocast's."""
         logits = ops.linear(x, self.weight)
         weights, indices = ops.route(
             logits,
@@ -74,8 +77,9 @@ class Router(nn.Module):
             self.scores,
             self.groups,
             self.kept_groups,
-            normalise=self.normalise,
-            scale=self.scale,
+            self.group_score,
+            self.normalise,
+            self.scale,
         )
         return weights, indices, logits
 
@@ -132,8 +136,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A feed-forward layer of routed experts, with shared experts beside them where `shared_size` is above 0.
 
-    shared_size: inner width of a `GatedMLP` that every token passes. scores: as in `Router`, whose other options keep
-    their defaults. The rest: as in `Experts`.
+    shared_size: inner width of a `GatedMLP` that every token passes, 0 for none; it needs an activation with a gate.
+    scores: as in `Router`, whose other options keep their defaults. The rest: as in `Experts`.
     """
 
     def __init__(
@@ -150,10 +154,15 @@ class MixtureOfExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        size("MixtureOfExperts", "shared_size", shared_size, 0)
+        if shared_size and activation in ACTIVATIONS and activation not in GATED:
+            raise ValueError(
+                f"MixtureOfExperts: shared_size is {shared_size} with activation {activation!r}, which has no gate; "
+                f"shared experts have one: leave shared_size out, or take one of {', '.join(map(repr, GATED))}"
+            )
         how = {"device": device, "dtype": dtype}
         self.gate = Router(hidden_size, num_experts, top_k, scores=scores, **how)
         self.experts = Experts(hidden_size, intermediate_size, num_experts, activation, **how)
-        size("MixtureOfExperts", "shared_size", shared_size, 0)
         self.shared_experts = GatedMLP(hidden_size, shared_size, activation, **how) if shared_size else None
 
     def forward(self, x: Tensor, losses: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:

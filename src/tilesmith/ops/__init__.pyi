@@ -648,7 +648,7 @@ def experts(
     passed as `.transpose(1, 2)`, and their gradients come in the same strides. gate_up_bias: [E, N]; down_bias: [E, C].
     x, gate_up, down and the biases have one floating dtype. indices: [..., K], int64 or int32. A pair whose index is
     negative or at least E contributes nothing, and its weight's gradient is 0: expert parallelism marks the experts of
-    other ranks so. weights: [..., K], any floating dtype.
+    other ranks so. A token may have an expert more than once, so K may exceed E. weights: [..., K], floating.
     activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf", which have a gate (N = 2 I):
     act(gate) (up + up_offset), where swiglu's act is gate · sigmoid(alpha gate); or without a gate (N = I)
     "relu_squared", "relu", "silu", "gelu" (through erf) or "gelu_tanh". limit: above 0, gate is clamped to at most
@@ -1834,7 +1834,8 @@ def route(
     equal parts of the experts, in order, of which only the `kept_groups` of the highest score take part: the sum of a
     group's two highest scores ("top2"), or its highest ("max"). normalise: the weights of a token are divided by their
     sum (plus 1e-20), which for softmax is the softmax over the chosen logits. scale: multiplies the weights.
-    A NaN counts as the highest score, so the weights of its token are NaN and its indices valid.
+    A NaN counts as the highest score, above infinity: its weight is NaN, with softmax or `normalise` those of its token
+    are too, and indices are valid.
 
     Returns weights [..., top_k] in fp32 (fp64 for fp64) and indices [..., top_k], int64, by falling score.
 

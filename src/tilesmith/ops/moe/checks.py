@@ -49,8 +49,15 @@ def experts(
             f"experts: weights has shape {tuple(weights.shape)}; it must be that of indices, {tuple(indices.shape)}"
         )
     one_device("experts", "weights", weights, "x", x)
-    if indices.numel() > LARGEST:
-        raise ValueError(f"experts: indices has {indices.numel()} elements; it must have fewer than 2**31")
+    countable("experts", indices)
+
+
+def countable(op: str, indices: Tensor) -> None:
+    """ValueError for more pairs than int32 counts."""
+    pairs = indices.numel()
+    # A comparison of a symbolic number would be a limit of the exported program, which torch.export refuses.
+    if isinstance(pairs, int) and pairs > LARGEST:
+        raise ValueError(f"{op}: indices has {pairs} elements; it must have fewer than 2**31: pass fewer tokens a call")
 
 
 def route(

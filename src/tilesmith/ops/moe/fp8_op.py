@@ -131,8 +131,7 @@ def _routing(op: str, name: str, x8: Tensor, indices: Tensor, weights: Tensor, a
             f"{op}: weights has shape {tuple(weights.shape)}; it must be that of indices, {tuple(indices.shape)}"
         )
     one_device(op, "weights", weights, name, x8)
-    if indices.numel() > checks.LARGEST:
-        raise ValueError(f"{op}: indices has {indices.numel()} elements; it must have fewer than 2**31")
+    checks.countable(op, indices)
     if weights.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{op}: weights requires a gradient, and this op has none; call it under torch.no_grad(), or use "

@@ -43,7 +43,7 @@ def experts(
     passed as `.transpose(1, 2)`, and their gradients come in the same strides. gate_up_bias: [E, N]; down_bias: [E, C].
     x, gate_up, down and the biases have one floating dtype. indices: [..., K], int64 or int32. A pair whose index is
     negative or at least E contributes nothing, and its weight's gradient is 0: expert parallelism marks the experts of
-    other ranks so. weights: [..., K], any floating dtype.
+    other ranks so. A token may have an expert more than once, so K may exceed E. weights: [..., K], floating.
     activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf", which have a gate (N = 2 I):
     act(gate) (up + up_offset), where swiglu's act is gate · sigmoid(alpha gate); or without a gate (N = I)
     "relu_squared", "relu", "silu", "gelu" (through erf) or "gelu_tanh". limit: above 0, gate is clamped to at most
@@ -227,9 +227,9 @@ def _activation_vjp(
     if activation in UNGATED:
         return _function(z, activation), dhidden * _slope(z, activation)
     gate, up = gate_and_up(z, interleaved)
-    passes_gate, passes_up = torch.ones_like(gate), torch.ones_like(up)
+    passes_gate = passes_up = None
     if limit > 0:
-        passes_gate, passes_up = (gate <= limit).to(z.dtype), (up.abs() <= limit).to(z.dtype)
+        passes_gate, passes_up = gate <= limit, up.abs() <= limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "swiglu":
         sigmoid = torch.sigmoid(alpha * gate)
@@ -239,9 +239,14 @@ def _activation_vjp(
         value, slope = _function(gate, GATED[activation]), _slope(gate, GATED[activation])
     dz = torch.empty_like(z)
     dgate, dup = gate_and_up(dz, interleaved)
-    dgate.copy_(dhidden * slope * (up + up_offset) * passes_gate)
-    dup.copy_(dhidden * value * passes_up)
+    dgate.copy_(_where(passes_gate, dhidden * slope * (up + up_offset)))
+    dup.copy_(_where(passes_up, dhidden * value))
     return value * (up + up_offset), dz
+
+
+def _where(passes: Tensor | None, gradient: Tensor) -> Tensor:
+    """The gradient before a clamp; a product with a mask would keep a NaN, as torch.clamp does not."""
+    return gradient if passes is None else torch.where(passes, gradient, 0)
 
 
 def _slope(z: Tensor, name: str) -> Tensor:

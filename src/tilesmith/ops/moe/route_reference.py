@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
@@ -26,7 +27,8 @@ def route(
     equal parts of the experts, in order, of which only the `kept_groups` of the highest score take part: the sum of a
     group's two highest scores ("top2"), or its highest ("max"). normalise: the weights of a token are divided by their
     sum (plus 1e-20), which for softmax is the softmax over the chosen logits. scale: multiplies the weights.
-    A NaN counts as the highest score, so the weights of its token are NaN and its indices valid.
+    A NaN counts as the highest score, above infinity: its weight is NaN, with softmax or `normalise` those of its token
+    are too, and indices are valid.
 
     Returns weights [..., top_k] in fp32 (fp64 for fp64) and indices [..., top_k], int64, by falling score.
 
@@ -106,8 +108,7 @@ def _scores(logits: Tensor, scores: str) -> Tensor:
 def _shares(values: Tensor, scores: str) -> Tensor:
     if scores == "softmax":
         return values.softmax(-1)
-    found = values.sigmoid()
-    return found / found.sum(-1, keepdim=True)
+    return F.logsigmoid(values).softmax(-1)  # a quotient of sigmoids is 0 / 0 where all are too small for fp32
 
 
 def _loads(indices: Tensor, experts: int) -> Tensor:
@@ -122,10 +123,10 @@ def _chosen(
     logits: Tensor, values: Tensor, top_k: int, bias: Tensor | None, groups: int, kept_groups: int, group_score: str
 ) -> Tensor:
     # Without a bias the logits are in the same order, and a score that saturates in fp32 does not tie them.
-    ranked = _wide(logits).detach() if bias is None and groups == 1 else values.detach()
+    ranked = _wide(logits).detach() if bias is None and kept_groups == groups else values.detach()
     if bias is not None:
         ranked = ranked + bias.to(ranked.dtype)
-    if groups > 1 and kept_groups < groups:
+    if kept_groups < groups:
         parts = ranked.unflatten(-1, (groups, -1))
         best = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1) if group_score == "top2" else parts.amax(-1)
         kept = best.sort(dim=-1, descending=True, stable=True).indices[..., :kept_groups]

@@ -29,8 +29,9 @@ def _scores(logits, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _key(x, lane):
-    """An int64 that grows with fp32 x and, where x is equal, falls with the lane."""
+    """An int64 that grows with fp32 x, a NaN above all, and, where x is equal, falls with the lane."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+    bits = tl.where(x == x, bits, 0x7FC00000)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return ordered.to(tl.int64) * 4294967296 + (0x7FFFFFFF - lane)
 
@@ -75,8 +76,8 @@ def route_kernel(
     ranked = scores if HAS_BIAS or GROUPS > 1 else logits
     if HAS_BIAS:
         ranked += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0).to(tl.float32)[None, :]
-    ranked = tl.where(ranked == ranked, ranked, float("inf"))
     if GROUPS > 1:
+        ranked = tl.where(ranked == ranked, ranked, float("inf"))  # tl.max passes over a NaN
         ranked = _of_kept_groups(ranked, kept, BLOCK_M, GROUPS, EXPERTS // GROUPS, TOP2)
     key = tl.where((expert < experts)[None, :], _key(ranked, expert[None, :]), LEAST)
     lane = tl.arange(0, CHOSEN)[None, :]
