@@ -34,7 +34,8 @@ def observed(module: nn.Module) -> bool:
 
 
 def all_observed() -> str:
-    """Why nothing is replayed from a recording, which calls no module; "" where no hooks of all modules are on."""
+    """Why nothing is replayed from a recording, which calls no module, and no compiled block run, whose code was traced
+    without such hooks; "" where no hooks of all modules are on."""
     if not torch_private.hooks_of_all_modules():
         return ""
     return "hooks of all modules are on (torch.nn.modules.module.register_module_forward_hook and alike)"
