@@ -122,6 +122,22 @@ def test_backward_hooks_of_the_output_layer_see_a_tensor(kind):
     assert seen[0][-1][0].shape[-1] == 128
 
 
+def test_a_forward_put_in_the_place_of_the_output_layer_s_gets_a_tensor():
+    model, plain, inputs = optimize(build("llama", layers=1)), build("llama", layers=1), batch("llama")
+    for m in (model, plain):
+        before = m.lm_head.forward
+
+        def halved(x, before=before):
+            out = before(x)
+            assert isinstance(out, torch.Tensor)
+            return out * 0.5
+
+        m.lm_head.forward = halved
+    found, wanted = train(model, inputs), train(plain, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+
+
 def test_transforms_of_torch_func():
     model, inputs = build("llama", layers=1), batch("llama")
     values = {name: p.detach() * 1.1 for name, p in model.named_parameters()}

@@ -82,6 +82,7 @@ def _deferrable(head: nn.Linear) -> bool:
         and not hasattr(weight, "ds_id")
         and not _wrapped(type(head))
         and not (head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
+        and "forward" not in head.__dict__  # what took its place since gets a tensor
         and "_is_replica" not in head.__dict__  # hasattr of a module raises and catches, in a guard at each call
     )
 
