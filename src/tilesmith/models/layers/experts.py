@@ -24,8 +24,8 @@ from tilesmith.models.layers.parameter_adapters import (
     twin,
     without_parametrizations,
 )
-from tilesmith.models.reach import ran, reaches
-from tilesmith.nn.norm import casting_child
+from tilesmith.models.reach import observed, ran, reaches, untouched
+from tilesmith.nn.norm import CASTER, casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
 NAME = "tilesmith"
@@ -43,6 +43,7 @@ _SIZES = {  # attributes by which forwards of models reshape
 }
 _FIRST = ("gate_up_proj", "up_proj")  # what models call the first of the two stacked weights
 _KNOWN = "_tilesmith_experts"
+_WITH = "_tilesmith_experts_with"  # the children of a module whose first call found that out
 
 
 class StackedExperts(NamedTuple):
@@ -90,7 +91,7 @@ def experts_forward(
     if child is not None:
         ran(module, "experts_fp8")
         return child(hidden_states, top_k_index, top_k_weights)
-    if not _served(module, hidden_states, found):
+    if not _served(module, hidden_states, found) or any(map(observed, module.children())):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -99,10 +100,11 @@ def experts_forward(
 
 
 def _learn(module: nn.Module) -> None:
-    """Find out once what `module` computes."""
-    if not hasattr(module, _KNOWN):
+    """Find out what `module` computes, once for the children that it has."""
+    children = _children(module)
+    if module.__dict__.get(_WITH) != children:
         try:
-            module.__dict__[_KNOWN] = recognise(module)
+            module.__dict__[_KNOWN], module.__dict__[_WITH] = recognise(module), children
         except Unlike as verdict:
             raise ValueError(
                 f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
@@ -136,17 +138,20 @@ def _served(module: nn.Module, x: Tensor, found: StackedExperts, more: Iterable[
 
 @dataclass(frozen=True)
 class ExpertsForm(Form):
-    """Stacked experts by the op."""
+    """Stacked experts by the op. passed_over: (name, class) of the children that are not called any more."""
 
     experts: StackedExperts
+    passed_over: tuple[tuple[str, type], ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found = self.experts
+        found, as_it_was = self.experts, untouched(self.passed_over)
         first, second, third = _arguments(base)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
             weights = given(third, 2, args, kwargs)
+            if not as_it_was(self):
+                return base.forward(self, *args, **kwargs)
             child = casting_child(self, x)
             if child is not None:
                 ran(self, "experts_fp8")
@@ -163,18 +168,21 @@ class ExpertsForm(Form):
 class LoraExpertsForm(Form):
     """PEFT's wrappers around stacked experts, of which the outermost is swapped: the op adds the adapters.
 
-    names: what the forward of the experts calls tokens, experts and their weights.
+    names: what the forward of the experts calls tokens, experts and their weights. passed_over: their children, by
+    (name, class), which are not called any more.
     """
 
     experts: StackedExperts
     names: tuple[str, ...]
+    passed_over: tuple[tuple[str, type], ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         found, (_, second, third) = self.experts, self.names
+        as_it_was = untouched(self.passed_over)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             inner, lora = self.get_base_layer(), factors(self, found.up, found.transposed)
-            if not args or any(name not in (second, third) for name in kwargs):
+            if not args or any(name not in (second, third) for name in kwargs) or not as_it_was(inner):
                 lora = None
             if lora is None or not _served(inner, args[0], found, lora.values()):
                 return base.forward(self, *args, **kwargs)
@@ -210,7 +218,7 @@ class ExpertsRule(Rule):
             found = self._verdicts.of(module, lambda: recognise(module))
         except Unlike as verdict:
             return Skip(str(verdict))
-        return Replace(ExpertsForm(found), ("experts",), str(found))
+        return Replace(ExpertsForm(found, _children(module)), ("experts",), str(found))
 
     def _wrapped(self, module: nn.Module) -> Replace | Skip | None:
         """The same for the outermost of wrappers that add adapters to stacked weights."""
@@ -226,7 +234,7 @@ class ExpertsRule(Rule):
             self._verdicts.of(inner, lambda: _check_adapters(module, inner, found), *kinds(module))
         except Unlike as verdict:
             return Skip(str(verdict))
-        form = LoraExpertsForm(found, _arguments(original_class(type(inner))))
+        form = LoraExpertsForm(found, _arguments(original_class(type(inner))), _children(inner))
         return Replace(form, ("experts",), f"{found}, with adapters of {' and '.join(adapted(module))}")
 
 
@@ -238,6 +246,11 @@ def _asked(module: nn.Module) -> str | None:
 def _arguments(cls: type) -> tuple[str, ...]:
     """What the forward of experts calls tokens, experts and their weights."""
     return tuple(list(inspect.signature(cls.forward).parameters)[1:4])
+
+
+def _children(module: nn.Module) -> tuple[tuple[str, type], ...]:
+    """The children of experts, such as their activation, by (name, class); not the one that casts to 8 bits."""
+    return tuple((name, original_class(type(c))) for name, c in module.named_children() if name != CASTER)
 
 
 def recognise(module: nn.Module) -> StackedExperts:
