@@ -68,7 +68,7 @@ class Group:
     def __init__(self, layers: Sequence[nn.Linear]):
         self.layers = tuple(layers)
         self.given: tuple[Any, ...] = ()
-        self.waiting: dict[int, Tensor] = {}
+        self.waiting: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}  # with the `_stamp` of its layer
         self.in_vain = 0  # products of which only one part was asked for, one after the other
         self.off = False  # a layer was given another tensor than the first
 
@@ -79,19 +79,20 @@ class Group:
         state = _state(x)
         if which in self.waiting:
             if self.given[0] is x and self.given[1:] == state:
-                found = self.waiting.pop(which)
+                found, stamp = self.waiting.pop(which)
                 self.in_vain = 0
                 if not self.waiting:
                     self.given = ()
-                return found
+                return found if stamp == _stamp(layer) else None
             self.off, self.given, self.waiting = True, (), {}
             return None
         self.in_vain += bool(self.waiting)
         if self.in_vain > MOST_IN_VAIN or not self.served(x):
             self.given, self.waiting = (), {}
             return None
-        self.given, self.waiting = (x, *state), dict(enumerate(self.product(x)))
-        return self.waiting.pop(which)
+        made = zip(self.product(x), map(_stamp, self.layers))
+        self.given, self.waiting = (x, *state), dict(enumerate(made))
+        return self.waiting.pop(which)[0]
 
     def served(self, x: Tensor) -> bool:
         """Whether the weights lie one below the other, x is of their kind, and one product is worth it."""
@@ -117,6 +118,12 @@ def _state(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (0 if x.is_inference() else x._version), torch.is_grad_enabled(), cast
+
+
+def _stamp(layer: nn.Linear) -> tuple[Any, ...]:
+    """What tells that parameters of a layer were written to, frozen or replaced; a write to `.data` does not show."""
+    parts = layer._parameters.values()
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version, p.requires_grad) for p in parts if p is not None)
 
 
 def adjacent(parts: Sequence[Tensor]) -> bool:
