@@ -107,6 +107,22 @@ def test_attention_weights_are_there_where_asked_for(family):
     assert calls["attention"] > 0
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_weights_have_their_gradient_under_checkpointing(reentrant):
+    def gradients(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        out = model(**batch("llama"), output_attentions=True)
+        (out.loss + sum(weights.square().sum() for weights in out.attentions)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    wanted, model = gradients(build("llama")), optimize(build("llama"), only="attention")
+    torch.testing.assert_close(gradients(model), wanted)
+    assert model.config._attn_implementation == "tilesmith"
+    layer = model.model.layers[0]
+    assert layer._gradient_checkpointing_func is model.model.layers[1]._gradient_checkpointing_func
+
+
 @pytest.mark.parametrize("given", ["indices", "sinks"])
 def test_attention_refuses_what_it_does_not_serve(given):
     q = torch.randn(1, 2, 3, 8)
