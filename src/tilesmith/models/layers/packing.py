@@ -181,7 +181,9 @@ class MemberForm(Form):
         which = self.which
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor:
-            found = None if torch.compiler.is_compiling() else self.__dict__[_GROUP].output(self, which, input)
+            # Without a group after undo, where other code kept this very method to call it.
+            group = None if torch.compiler.is_compiling() else self.__dict__.get(_GROUP)
+            found = None if group is None else group.output(self, which, input)
             return base.forward(self, input) if found is None else found
 
         return {"forward": forward}
@@ -216,15 +218,15 @@ class PackedForm(Form):
         for which, layer in enumerate(layers):
             swap(layer, MemberForm(which))
             layer.__dict__[_GROUP] = group
+        module.__dict__[_GROUP] = group
 
     def leave(self, module: nn.Module) -> None:
-        layers = [module._modules.get(name) for name in self.names]
-        for layer in layers:
-            if layer is not None and any(isinstance(form, MemberForm) for form in forms(layer)[:1]):
+        group = module.__dict__.pop(_GROUP)  # its layers may stand within others by now, such as PEFT's, or nowhere
+        for layer in group.layers:
+            if any(isinstance(form, MemberForm) for form in forms(layer)[:1]):
                 unswap(layer)
-        if all(isinstance(layer, nn.Linear) for layer in layers):
-            for parts in _tensors(layers):
-                unpack(parts)
+        for parts in _tensors(group.layers):
+            unpack(parts)
 
 
 class PackRule(Rule):
