@@ -1,6 +1,7 @@
 """`optimize` among what surrounds a model: losses, accelerate, adapters, sharding, saving; nothing else changed."""
 
 import copy
+import functools
 import importlib
 import inspect
 import warnings
@@ -22,6 +23,7 @@ from optimize_models import (  # noqa: F401
     train,
 )
 from tilesmith import rewrite
+from tilesmith.attention.fusion import create_unified_attention_fusion
 from tilesmith.models import optimize, undo
 from tilesmith.models.attention.interface import attention_forward
 from tilesmith.models.layers.logits import LazyLogits
@@ -152,6 +154,30 @@ def test_a_forward_put_in_the_place_of_the_output_layer_s_gets_a_tensor():
     found, wanted = train(model, inputs), train(plain, inputs)
     torch.testing.assert_close(found[0], wanted[0])
     torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["optimize", "fuse"])
+def test_forwards_that_others_kept_run_after_undo(how):
+    model, inputs = build("llama", layers=1), batch("llama")
+    wanted = train(model, inputs)
+    optimize(model) if how == "optimize" else create_unified_attention_fusion(model, "full_block", "aggressive")
+    for module in list(model.modules())[1:]:  # as accelerate's hooks do
+        module.forward = functools.partial(module.forward)
+    torch.testing.assert_close(train(model, inputs)[0], wanted[0])
+    undo(model)
+    found = train(model, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_leaves_float64():
+    model, inputs = build("llama", layers=1).double(), batch("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = train(model, inputs)
+        found = train(optimize(model, only="loss"), inputs)
+    assert found[0].dtype is wanted[0].dtype
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2])
 
 
 def test_transforms_of_torch_func():

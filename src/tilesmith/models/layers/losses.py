@@ -15,6 +15,8 @@ from tilesmith.models.layers.logits import LazyLogits
 from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variants import obstacle
 
+_LAZY = "_tilesmith_lazy"  # of an output layer: whether the model that holds it is called with labels
+
 
 @dataclass(frozen=True)
 class LabelledForm(Form):
@@ -43,7 +45,7 @@ class LabelledForm(Form):
 
     def leave(self, module: nn.Module) -> None:
         for part in module.modules():  # the head may have been replaced since
-            part.__dict__.pop("_tilesmith_lazy", None)
+            part.__dict__.pop(_LAZY, None)
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,19 @@ class HeadForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
-            if not (self._tilesmith_lazy and _deferrable(self)):
+            # Without the attribute after undo, where other code kept this very method to call it.
+            if not (getattr(self, _LAZY, False) and _deferrable(self)):
                 return base.forward(self, input)
             kind = input.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+            lowered = torch.is_autocast_enabled(kind) and input.dtype is not torch.float64  # as PyTorch's autocast
+            dtype = torch.get_autocast_dtype(kind) if lowered else input.dtype
             # A compiled graph must not return what the module counts in.
             calls = None if torch.compiler.is_compiling() else self.__dict__.get(CALLS)
             return LazyLogits(
                 _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype), dtype, calls=calls
             )
 
-        return {"forward": forward, "_tilesmith_lazy": False}
+        return {"forward": forward, _LAZY: False}
 
 
 def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
