@@ -180,6 +180,20 @@ def test_autocast_leaves_float64():
     torch.testing.assert_close(found[2], wanted[2])
 
 
+@pytest.mark.parametrize("at", ["cls", "cls.predictions", "cls.predictions.decoder"])
+def test_who_looks_at_what_holds_the_output_layer_gets_a_tensor(at):
+    def halved(module, given, made):
+        assert isinstance(made, torch.Tensor)
+        return made * 0.5
+
+    model, plain, inputs = optimize(build("bert", layers=1)), build("bert", layers=1), batch("bert")
+    for m in (model, plain):
+        m.get_submodule(at).register_forward_hook(halved)
+    found, wanted = train(model, inputs), train(plain, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+
+
 def test_transforms_of_torch_func():
     model, inputs = build("llama", layers=1), batch("llama")
     values = {name: p.detach() * 1.1 for name, p in model.named_parameters()}

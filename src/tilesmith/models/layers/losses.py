@@ -26,6 +26,8 @@ class LabelledForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         path, whole = self.head, base.forward
+        parts = path.split(".")
+        holders = tuple(".".join(parts[:end]) for end in range(1, len(parts)))
         place = list(inspect.signature(whole).parameters).index("labels") - 1
         # torch.compile puts a CrossEntropyLoss object into the graph without asking its input (PyTorch 2.13).
         traceable = "CrossEntropyLoss" not in inspect.unwrap(whole).__code__.co_names
@@ -35,7 +37,7 @@ class LabelledForm(Form):
             if given("labels", place, args, kwargs) is None or (torch.compiler.is_compiling() and not traceable):
                 return whole(self, *args, **kwargs)
             head = _at(self, path)
-            head._tilesmith_lazy = True
+            head._tilesmith_lazy = not any(_is_seen(_at(self, holder)) for holder in holders)
             try:
                 return whole(self, *args, **kwargs)
             finally:
@@ -85,10 +87,15 @@ def _deferrable(head: nn.Linear) -> bool:
         and (type(weight) in (nn.Parameter, Tensor) or isinstance(weight, torch._subclasses.FakeTensor))
         and not hasattr(weight, "ds_id")
         and not _wrapped(type(head))
-        and not (head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
-        and "forward" not in head.__dict__  # what took its place since gets a tensor
+        and not _is_seen(head)
         and "_is_replica" not in head.__dict__  # hasattr of a module raises and catches, in a guard at each call
     )
+
+
+def _is_seen(module: nn.Module) -> bool:
+    """Whether somebody looks at what a module returns, and may ask whether it is a tensor."""
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
 
 
 @constant_in_graphs
