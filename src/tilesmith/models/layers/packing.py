@@ -90,25 +90,22 @@ class Group:
         if self.in_vain > MOST_IN_VAIN or not self.served(x):
             self.given, self.waiting = (), {}
             return None
-        made = zip(self.product(x), map(_stamp, self.layers))
-        self.given, self.waiting = (x, *state), dict(enumerate(made))
+        self.given, self.waiting = (x, *state), dict(enumerate(zip(self.product(x), map(_stamp, self.layers))))
         return self.waiting.pop(which)[0]
 
     def served(self, x: Tensor) -> bool:
         """Whether the weights lie one below the other, x is of their kind, and one product is worth it."""
-        layers = self.layers
         if torch.is_grad_enabled() and x.numel() > MOST_ROWS * x.shape[-1]:
             return False
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        if len({layer.weight.requires_grad for layer in layers}) > 1 or len(biases) not in (0, len(layers)):
+        weights, biases = _tensors(self.layers)
+        if len({weight.requires_grad for weight in weights}) > 1 or len(biases) not in (0, len(weights)):
             return False
-        return type(x) in (Tensor, nn.Parameter) and adjacent([w.weight for w in layers]) and adjacent(biases)
+        return type(x) in (Tensor, nn.Parameter) and adjacent(weights) and adjacent(biases)
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all layers."""
-        weights = [layer.weight for layer in self.layers]
-        biases = [layer.bias for layer in self.layers]
-        bias = None if biases[0] is None else _joined(biases)
+        weights, biases = _tensors(self.layers)
+        bias = _joined(biases) if biases else None
         sizes = tuple(weight.shape[0] for weight in weights)
         return _Parts.apply(F.linear(x, _joined(weights), bias), sizes)
 
@@ -281,11 +278,8 @@ def _packed(module: nn.Module) -> PackedForm | None:
 
 def _linears(module: nn.Module) -> tuple[str, ...]:
     """Children that are linear layers of any make."""
-    return tuple(
-        name
-        for name, child in module.named_children()
-        if all(isinstance(getattr(child, size, None), int) for size in ("in_features", "out_features"))
-    )
+    sizes = ("in_features", "out_features")
+    return tuple(n for n, c in module.named_children() if all(isinstance(getattr(c, s, None), int) for s in sizes))
 
 
 @functools.cache
@@ -308,11 +302,8 @@ def packable(cls: type, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _methods(cls: type) -> list[Callable[..., Any]]:
-    return [
-        inspect.unwrap(value)
-        for name in ("forward", "_heads", "_qkv")
-        if inspect.isfunction(value := getattr(cls, name, None))
-    ]
+    found = (getattr(cls, name, None) for name in ("forward", "_heads", "_qkv"))
+    return [inspect.unwrap(method) for method in found if inspect.isfunction(method)]
 
 
 def _together(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
