@@ -194,6 +194,22 @@ def test_who_looks_at_what_holds_the_output_layer_gets_a_tensor(at):
     torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
 
 
+class Scaled(nn.Linear):
+    """An output layer that is more than linear."""
+
+    def forward(self, x):
+        return super().forward(x) * 1.5
+
+
+def test_another_output_layer_put_in_later_computes_by_itself():
+    model, plain, inputs = optimize(build("llama", layers=1)), build("llama", layers=1), batch("llama")
+    for m in (model, plain):
+        torch.manual_seed(3)
+        m.lm_head = Scaled(64, 128, bias=False)
+    torch.testing.assert_close(train(optimize(model), inputs)[0], train(plain, inputs)[0])
+    assert not rewrite.forms(model.lm_head)
+
+
 def test_transforms_of_torch_func():
     model, inputs = build("llama", layers=1), batch("llama")
     values = {name: p.detach() * 1.1 for name, p in model.named_parameters()}

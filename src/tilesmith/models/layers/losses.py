@@ -122,6 +122,8 @@ class LossRule(Rule):
         for holder in site.holders():
             heads = [_at(holder, form.head) for form in forms(holder) if isinstance(form, LabelledForm)]
             if any(head is site.module for head in heads):
+                if _unfit(site.module) is not None:  # it has taken the place of one that was fit
+                    return None
                 return Replace(HeadForm(), ("linear_cross_entropy",), "its output is lazy while training with labels")
         return None
 
