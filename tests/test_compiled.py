@@ -172,3 +172,15 @@ def test_a_check_holds_for_sizes_that_are_not_known():
     for rows, cols in ((3, 64), (5, 96)):
         x, weight = torch.randn(rows, cols), torch.randn(cols)
         torch.testing.assert_close(compiled(x, weight), _norm(x, weight))
+
+
+def test_what_autocast_makes_one_dtype_is_checked_as_such():
+    def attend(q, k, v):
+        return ops.attention(q, k, v)[0]
+
+    q, k, v = (torch.randn(1, 2, 16, 16, dtype=d) for d in (torch.float32, torch.float32, torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v)
+        torch.testing.assert_close(found, attend(q, k, v))
+    with pytest.raises(TypeError, match="v has dtype torch.bfloat16 and q torch.float32"):
+        torch.compile(attend, backend="aot_eager")(q, k, v)

@@ -316,6 +316,41 @@ def test_within_a_compiled_model_and_under_transforms():
     assert _regions(model).plain == {"a transform of torch.func is at work": 3}
 
 
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_one_layer_run_in_it_alone(kind):
+    def halved(module, given, *made):
+        return made[0] * 0.5 if made else (given[0] * 0.5,)
+
+    model, inputs = build("llama"), batch("llama")
+    plain = copy.deepcopy(model)
+    at = "model.layers.1.mlp"  # the code is compiled for the layer before it
+    there = [getattr(m.get_submodule(at), kind)(halved) for m in (model, plain)]
+    tilesmith.optimize(model, compile="between")
+    hooked = train(plain, inputs)
+    _same(train(model, inputs), hooked)
+    for handle in there:
+        handle.remove()
+    _same(train(model, inputs), train(plain, inputs))
+    for m in (model, plain):
+        getattr(m.get_submodule(at), kind)(halved)
+    _same(train(model, inputs), hooked)
+    assert not _regions(model).plain
+
+
+def test_hooks_of_all_modules_see_each_call():
+    model, x = tilesmith.optimize(_stack(), compile="between"), torch.randn(2, 8)
+    model(x)
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, made: seen.append(module))
+    try:
+        model(x)
+    finally:
+        hook.remove()
+    assert set(model.modules()) == set(seen)
+    (why,) = _regions(model).plain
+    assert why.startswith("hooks of all modules are on") and _regions(model).calls == 3
+
+
 def test_excluded_blocks_stay():
     model = tilesmith.optimize(_stack(), compile="between", exclude="1")
     assert [len(forms(block)) for block in model] == [len(forms(model[0])), 0, len(forms(model[0]))]

@@ -192,6 +192,40 @@ def test_experts_of_two_dtypes_are_left_to_the_model():
             assert served(module)
 
 
+class Squared(torch_nn.Module):
+    """An activation that the op does not have."""
+
+    def forward(self, x):
+        return x * x
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("asked", ["optimize", "register"])
+def test_an_activation_that_is_watched_or_replaced_later_is_called(asked):
+    model, inputs = build("qwen3_moe", layers=1), batch("qwen3_moe")
+    plain = build("qwen3_moe", layers=1)
+    if asked == "optimize":
+        optimize(model, only="experts")
+    else:
+        tilesmith.register_for_transformers()
+        model.set_experts_implementation("tilesmith")
+    torch.testing.assert_close(train(model, inputs)[0], train(plain, inputs)[0])
+    hooks = [
+        m.model.layers[0].mlp.experts.act_fn.register_forward_hook(lambda module, given, y: y * 2)
+        for m in (model, plain)
+    ]
+    torch.testing.assert_close(train(model, inputs)[0], train(plain, inputs)[0])
+    for hook in hooks:
+        hook.remove()
+    for m in (model, plain):
+        m.model.layers[0].mlp.experts.act_fn = Squared()
+    if asked == "optimize":
+        torch.testing.assert_close(train(model, inputs)[0], train(plain, inputs)[0])
+    else:
+        with pytest.raises(ValueError, match="does not serve Qwen3MoeExperts.*choose 'grouped_mm'"):
+            model(**inputs)
+
+
 # routing ----------------------------------------------------------------------------------------------------------
 
 

@@ -309,6 +309,34 @@ def test_layers_that_are_given_other_tensors_compute_their_own(kind):
             torch.testing.assert_close(fused(x), plain(x), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("change", ["written", "frozen", "replaced"])
+def test_a_layer_changed_since_the_one_before_it_was_called_computes_by_its_own(change):
+    module, x = _Attention(), torch.randn(3, 8)
+    rewrite(module, [PackRule()])
+    module.q(x)
+    if change == "written":
+        with torch.no_grad():
+            module.k.weight.mul_(2)
+    elif change == "frozen":
+        module.k.requires_grad_(False)
+    else:
+        module.k.weight = nn.Parameter(torch.randn(4, 8))
+    found = module.k(x)
+    torch.testing.assert_close(found, nn.functional.linear(x, module.k.weight, module.k.bias))
+    assert found.requires_grad == (change != "frozen")
+
+
+@pytest.mark.parametrize("since", ["wrapped", "replaced"])
+def test_undo_gives_layers_that_moved_a_storage_of_their_own(since):
+    module = _Attention()
+    rewrite(module, [PackRule()])
+    layers = module.q, module.k, module.v
+    module.q = nn.Sequential(module.q) if since == "wrapped" else nn.Linear(8, 8)
+    tilesmith.undo(module)
+    assert all(type(layer) is nn.Linear and vars(layer).keys() == vars(nn.Linear(8, 8)).keys() for layer in layers)
+    assert all(layer.weight.untyped_storage().nbytes() == 4 * layer.weight.numel() for layer in layers)
+
+
 def test_writing_to_a_packed_weight_before_the_backward_is_told():
     fused = _Attention()
     rewrite(fused, [PackRule()])

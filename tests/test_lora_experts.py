@@ -214,6 +214,16 @@ def test_adapters_are_switched_merged_and_taken_off_as_before():
     assert not any("lora" in name for name in merged.state_dict())
 
 
+def test_an_activation_that_is_watched_or_replaced_later_is_called():
+    model, plain, x = optimize(adapted()), adapted(), torch.randn(2, 7, 64)
+    ours, theirs = (m.base_model.model.model.layers[0].mlp for m in (model, plain))
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert model.tilesmith_report.calls()["experts"] == 1
+    for layer in (ours, theirs):
+        layer.experts.get_base_layer().act_fn = nn.Tanh()
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
 def test_one_parameter_may_be_adapted_and_others_are_left_to_peft():
     model = adapted(parameters=(DOWN,))
     before = output(model)

@@ -1,6 +1,7 @@
 """`optimize` among what surrounds a model: losses, accelerate, adapters, sharding, saving; nothing else changed."""
 
 import copy
+import functools
 import importlib
 import inspect
 import warnings
@@ -22,6 +23,7 @@ from optimize_models import (  # noqa: F401
     train,
 )
 from tilesmith import rewrite
+from tilesmith.attention.fusion import create_unified_attention_fusion
 from tilesmith.models import optimize, undo
 from tilesmith.models.attention.interface import attention_forward
 from tilesmith.models.layers.logits import LazyLogits
@@ -107,6 +109,22 @@ def test_attention_weights_are_there_where_asked_for(family):
     assert calls["attention"] > 0
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_weights_have_their_gradient_under_checkpointing(reentrant):
+    def gradients(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        out = model(**batch("llama"), output_attentions=True)
+        (out.loss + sum(weights.square().sum() for weights in out.attentions)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    wanted, model = gradients(build("llama")), optimize(build("llama"), only="attention")
+    torch.testing.assert_close(gradients(model), wanted)
+    assert model.config._attn_implementation == "tilesmith"
+    layer = model.model.layers[0]
+    assert layer._gradient_checkpointing_func is model.model.layers[1]._gradient_checkpointing_func
+
+
 @pytest.mark.parametrize("given", ["indices", "sinks"])
 def test_attention_refuses_what_it_does_not_serve(given):
     q = torch.randn(1, 2, 3, 8)
@@ -120,6 +138,76 @@ def test_backward_hooks_of_the_output_layer_see_a_tensor(kind):
     getattr(model.lm_head, kind)(lambda module, *gradients: seen.append(gradients))
     model(**batch("llama")).loss.backward()
     assert seen[0][-1][0].shape[-1] == 128
+
+
+def test_a_forward_put_in_the_place_of_the_output_layer_s_gets_a_tensor():
+    model, plain, inputs = optimize(build("llama", layers=1)), build("llama", layers=1), batch("llama")
+    for m in (model, plain):
+        before = m.lm_head.forward
+
+        def halved(x, before=before):
+            out = before(x)
+            assert isinstance(out, torch.Tensor)
+            return out * 0.5
+
+        m.lm_head.forward = halved
+    found, wanted = train(model, inputs), train(plain, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["optimize", "fuse"])
+def test_forwards_that_others_kept_run_after_undo(how):
+    model, inputs = build("llama", layers=1), batch("llama")
+    wanted = train(model, inputs)
+    optimize(model) if how == "optimize" else create_unified_attention_fusion(model, "full_block", "aggressive")
+    for module in list(model.modules())[1:]:  # as accelerate's hooks do
+        module.forward = functools.partial(module.forward)
+    torch.testing.assert_close(train(model, inputs)[0], wanted[0])
+    undo(model)
+    found = train(model, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_leaves_float64():
+    model, inputs = build("llama", layers=1).double(), batch("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = train(model, inputs)
+        found = train(optimize(model, only="loss"), inputs)
+    assert found[0].dtype is wanted[0].dtype
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2])
+
+
+@pytest.mark.parametrize("at", ["cls", "cls.predictions", "cls.predictions.decoder"])
+def test_who_looks_at_what_holds_the_output_layer_gets_a_tensor(at):
+    def halved(module, given, made):
+        assert isinstance(made, torch.Tensor)
+        return made * 0.5
+
+    model, plain, inputs = optimize(build("bert", layers=1)), build("bert", layers=1), batch("bert")
+    for m in (model, plain):
+        m.get_submodule(at).register_forward_hook(halved)
+    found, wanted = train(model, inputs), train(plain, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+
+
+class Scaled(nn.Linear):
+    """An output layer that is more than linear."""
+
+    def forward(self, x):
+        return super().forward(x) * 1.5
+
+
+def test_another_output_layer_put_in_later_computes_by_itself():
+    model, plain, inputs = optimize(build("llama", layers=1)), build("llama", layers=1), batch("llama")
+    for m in (model, plain):
+        torch.manual_seed(3)
+        m.lm_head = Scaled(64, 128, bias=False)
+    torch.testing.assert_close(train(optimize(model), inputs)[0], train(plain, inputs)[0])
+    assert not rewrite.forms(model.lm_head)
 
 
 def test_transforms_of_torch_func():

@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 from optimize_models import batch, build
 from tilesmith import optimize, undo
+from tilesmith.engine import use
 from tilesmith.precision import FP8Config, FP8LinearLayer, convert_model_to_fp8, revert_model_from_fp8
 from tilesmith.precision.scaling import Scaling, roll
 
@@ -40,3 +41,22 @@ def test_with_optimize(first):
     assert set(model.state_dict()) == keys == set(build("llama").state_dict())
     undo(model)
     torch.testing.assert_close(model(**inputs).loss, plain)
+
+
+def _swapped(model):
+    return {(row.fqn, row.rule) for row in model.tilesmith_report.replaced}
+
+
+def test_optimize_knows_the_norms_and_mlps_that_cast():
+    model, inputs = optimize(build("llama")), batch("llama")
+    known = _swapped(model)
+    convert_model_to_fp8(model, CONFIG)
+    assert any(name.endswith("layernorm._fp8") for name, _ in model.named_modules())
+    assert _swapped(optimize(model)) == known
+    assert _swapped(optimize(undo(model))) == known
+    revert_model_from_fp8(model)
+    with use(rms_norm="reference", add_rms_norm="reference", swiglu="reference"):
+        model(**inputs)
+    assert model.tilesmith_report.calls() == {
+        **model.tilesmith_report.calls(), "rms_norm": 3, "add_rms_norm": 2, "swiglu": 2,
+    }  # fmt: skip

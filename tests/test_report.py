@@ -43,6 +43,15 @@ def test_calls_are_counted_by_model_and_by_op():
     assert not any("_tilesmith_calls" in module.__dict__ for module in model.modules())
 
 
+def test_an_optimize_that_fails_leaves_the_counts_of_the_one_before():
+    model, inputs = tilesmith.optimize(build("llama"), exclude="norm"), batch("llama")
+    calls = _step(model, inputs)
+    model.model.norm.forward = model.model.norm.forward  # cannot be replaced
+    with pytest.raises(tilesmith.rewrite.RewriteError):
+        tilesmith.optimize(model, strict=True)
+    assert _step(model, inputs) == {op: 2 * count for op, count in calls.items()}
+
+
 def test_report_is_the_typed_way_to_it():
     model = nn.Sequential(nn.LayerNorm(8))
     with pytest.raises(ValueError, match=r"report: model was not optimised; call tilesmith.optimize\(model\) first"):

@@ -229,9 +229,9 @@ class Op:
         name = self.name
         if any(type(a).__module__ == "numpy" for a in args):  # Dynamo takes NumPy's numbers for tensors
             self.check(*args)
-        torch._dynamo.comptime.comptime(tracing.check, lambda: self.check(*args))
-        if self.autocast:
+        if self.autocast:  # before the check, as in eager mode: it also makes two dtypes one
             args = self._autocast(args)
+        torch._dynamo.comptime.comptime(tracing.check, lambda: self.check(*args))
         if sharding_rules.distributed(args):
             return sharding_rules.call(self, args)
         pin = pinned(name)

@@ -132,22 +132,33 @@ def compiled_graphs() -> tuple[int, dict[str, int]]:
     return counters.get("stats", {}).get("unique_graphs", 0), dict(counters.get("graph_break", {}))
 
 
-@contextlib.contextmanager
-def activations_kept() -> Iterator[None]:
+def activations_kept() -> contextlib.AbstractContextManager[None]:
     """What is compiled within writes its backward's results over no saved activation, and compiled backwards may be
     kept (retain_graph). By default torch.compile lets a backward overwrite what only it needs (donated buffers)."""
+    return _switched_off("torch._functorch.config", "donated_buffer")
+
+
+def hooks_guarded() -> contextlib.AbstractContextManager[None]:
+    """What is compiled within is compiled again for a module with other hooks. By default Dynamo does not look at them,
+    so that code compiled for one module serves another one, or the same one later, without its hooks."""
+    return _switched_off("torch._dynamo.config", "skip_nnmodule_hook_guards")
+
+
+@contextlib.contextmanager
+def _switched_off(module: str, name: str) -> Iterator[None]:
+    """Inside, a flag of one of torch's configurations is False; nothing changes where there is no such flag."""
     config = None
     with contextlib.suppress(ImportError):
-        from torch._functorch import config
-    before = getattr(config, "donated_buffer", False)
+        config = importlib.import_module(module)
+    before = getattr(config, name, False)
     if not before:
         yield
         return
-    config.donated_buffer = False
+    setattr(config, name, False)
     try:
         yield
     finally:
-        config.donated_buffer = before
+        setattr(config, name, before)
 
 
 # gradients ------------------------------------------------------------------------------------------------------------

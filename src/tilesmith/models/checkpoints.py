@@ -6,10 +6,11 @@ that it saves goes through hooks.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -221,6 +222,31 @@ def stacks_of(model: nn.Module, layers: dict[str, nn.Module]) -> list[nn.Module]
     around = {name.rpartition(".")[0] for name in layers}
     around |= {outer[:at] for outer in around for at, c in enumerate(outer) if c == "."} | {""}
     return [m for m in map(model.get_submodule, sorted(around)) if hasattr(m, _SWITCHES[0])]
+
+
+@contextlib.contextmanager
+def repeated_within(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Inside, what layers of `model` give their checkpoint runs within `entered()`, also when a backward repeats it."""
+    flag, name = _SWITCHES
+    before = {m: m.__dict__[name] for m in model.modules() if getattr(m, flag, False) and name in m.__dict__}
+    try:
+        for module, function in before.items():
+            module.__dict__[name] = _within(function, entered)
+        yield
+    finally:
+        for module, function in before.items():
+            module.__dict__[name] = function
+
+
+def _within(checkpointing: Callable[..., Any], entered: Callable[[], contextlib.AbstractContextManager]) -> Any:
+    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with entered():
+                return function(*args, **kwargs)
+
+        return checkpointing(run, *args, **kwargs)
+
+    return checkpointed
 
 
 @dataclass(frozen=True)

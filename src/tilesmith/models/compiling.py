@@ -22,6 +22,7 @@ from torch import nn
 
 from tilesmith.engine import torch_private
 from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observer, stateful_argument
+from tilesmith.models.reach import all_observed
 
 BACKEND = "inductor"
 _LIMIT = 32  # variants of a block's code: with and without gradients, autocast, masks, each at fixed and free lengths
@@ -77,7 +78,8 @@ class Regions:
         start, before = time.perf_counter(), torch_private.compiled_graphs()
         self.calls += 1
         try:
-            with torch_private.activations_kept():  # a recorded backward is kept, and may be replayed twice
+            # A recorded backward is kept, and may be replayed twice; blocks of one class may have different hooks.
+            with torch_private.activations_kept(), torch_private.hooks_guarded():
                 return compiled(BACKEND)(block, args, kwargs)
         except problems.TorchDynamoException as problem:
             self.calls -= 1
@@ -118,7 +120,7 @@ class CompiledForm(BlockForm):
             regions = self.__dict__.get(_REGIONS)
             if torch.compiler.is_compiling() or regions is None:
                 return way.forward(self, *args, **kwargs)
-            why = observer()
+            why = all_observed() or observer()
             if why:
                 regions.refuse(why)
                 return way.forward(self, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from tilesmith.engine import ops as declared
 from tilesmith.engine import torch_private
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
-from tilesmith.rewrite import CALLS, Report
+from tilesmith.rewrite import CALLS, Report, original_class
 
 
 def reaches(op: str, x: Tensor) -> bool:
@@ -33,8 +33,26 @@ def observed(module: nn.Module) -> bool:
     return any(hooks) or "forward" in module.__dict__
 
 
+def untouched(children: tuple[tuple[str, type], ...]) -> Callable[[nn.Module], bool]:
+    """What tells of a module whether the children that an op passes over, given by (name, class), are still of these
+    classes, and whether nobody observes them."""
+    classes = dict(children)
+    names = tuple(classes)
+
+    @torch_private.constant_in_graphs
+    def is_original(name: str, cls: type) -> bool:
+        return original_class(cls) is classes[name]
+
+    def as_it_was(module: nn.Module, name: str) -> bool:
+        child = module._modules.get(name)
+        return is_original(name, type(child)) and not observed(child)
+
+    return lambda module: all(as_it_was(module, name) for name in names)
+
+
 def all_observed() -> str:
-    """Why nothing is replayed from a recording, which calls no module; "" where no hooks of all modules are on."""
+    """Why nothing is replayed from a recording, which calls no module, and no compiled block run, whose code was traced
+    without such hooks; "" where no hooks of all modules are on."""
     if not torch_private.hooks_of_all_modules():
         return ""
     return "hooks of all modules are on (torch.nn.modules.module.register_module_forward_hook and alike)"

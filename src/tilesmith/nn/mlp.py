@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, flag, size
-from tilesmith.nn.norm import has_caster
+from tilesmith.nn.norm import CASTER, has_caster
 
 GATED = ("swiglu", "geglu", "geglu_erf")
 
@@ -40,8 +40,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] to [..., C]."""
-        if has_caster(self) and self._modules["_fp8"].serves(x, self.gate_proj, self.up_proj, self.down_proj):
-            return self._modules["_fp8"](x)
+        if has_caster(self) and self._modules[CASTER].serves(x, self.gate_proj, self.up_proj, self.down_proj):
+            return self._modules[CASTER](x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.activation == "swiglu":
             return self.down_proj(ops.swiglu(gate, up))

@@ -9,6 +9,7 @@ from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, flag, number, size
 
 CASTINGS = ("fp32", "llama", "none")
+CASTER = "_fp8"  # the name of the child that `has_caster` tells of
 _CASTERS = {"exist": False}  # whether any module of this process has one: until then a compiled model asks nothing
 
 
@@ -23,14 +24,14 @@ def has_caster(module: nn.Module) -> bool:
     torch.compile keeps the answer of its trace: a conversion changes the classes of linear layers, for which a model is
     traced anew.
     """
-    return _CASTERS["exist"] and "_fp8" in module._modules
+    return _CASTERS["exist"] and CASTER in module._modules
 
 
 def casting_child(module: nn.Module, x: Tensor) -> nn.Module | None:
     """The child that computes a norm together with its cast to 8 bits, if there is one and it serves x."""
     if not has_caster(module):
         return None
-    child = module._modules["_fp8"]
+    child = module._modules[CASTER]
     return child if child.serves(x) else None
 
 

@@ -15,6 +15,7 @@ from tilesmith import ops
 from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.nn import GatedMLP, RMSNorm
+from tilesmith.nn.norm import CASTER
 from tilesmith.ops.quant.reference import BLOCK
 from tilesmith.precision import experts
 from tilesmith.precision.config import TENSORWISE, FP8Config
@@ -26,7 +27,6 @@ from tilesmith.rewrite import Report, Row, forms, original_class, swap, unswap
 
 log = logging.getLogger(__name__)
 
-CHILD = "_fp8"  # what a norm or a gated MLP asks for its casts
 HEADS = frozenset({"lm_head", "output", "embed_out", "score", "classifier", "head"})
 ROUTERS = frozenset({"router", "gate", "gating", "w_router"})
 
@@ -350,13 +350,13 @@ def _enter(
 
 def _attach(module: nn.Module, child: nn.Module) -> None:
     """Have `module` ask `child`, which is in its mode."""
-    module.add_module(CHILD, child.train(module.training))
+    module.add_module(CASTER, child.train(module.training))
 
 
 def _take_back(model: nn.Module, layers: list[nn.Module]) -> None:
     for module in model.modules():
-        if isinstance(module._modules.get(CHILD), FP8Norm | FP8GatedMLP | FP8Experts):
-            del module._modules[CHILD]
+        if isinstance(module._modules.get(CASTER), FP8Norm | FP8GatedMLP | FP8Experts):
+            del module._modules[CASTER]
     for layer in layers:
         if type(layer) is FP8LinearLayer:
             layer.leave()

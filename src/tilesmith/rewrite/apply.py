@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
@@ -42,7 +43,7 @@ def rewrite(
         for site in sites:
             if not rows[site.fqn]:
                 rows[site.fqn] += _left_alone(site)
-        report = Report(tuple(row for site in sites for row in rows[site.fqn]), counted=_counted(sites, rows))
+        report = Report(tuple(row for site in sites for row in rows[site.fqn]))
         lost = [row for row in report.skipped if row.wanted]
         if strict and lost:
             reasons = "\n".join(f"  {row.fqn or 'the model'} ({row.cls}), {row.rule}: {row.reason}" for row in lost)
@@ -50,9 +51,8 @@ def rewrite(
     except BaseException:
         for module in reversed(swapped):
             unswap(module)
-            module.__dict__.pop(CALLS, None)
         raise
-    return report
+    return replace(report, counted=_counted(sites, rows))  # not before: an earlier report goes on counting until here
 
 
 def undo(model: Model) -> Model:

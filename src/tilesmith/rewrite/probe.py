@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tilesmith.nn.norm import CASTER
 from tilesmith.rewrite.variants import original_class
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,7 +30,8 @@ def shell(
 ) -> nn.Module:
     """An instance of the module's own class with its plain attributes, but only the tensors and children given here.
 
-    Hooks are left behind. Children that are not given raise `Unlike` when they are called.
+    Hooks are left behind, and so is a child that casts to 8 bits. Others that are not given raise `Unlike` when they
+    are called.
     """
     twin = object.__new__(original_class(type(module)))
     nn.Module.__init__(twin)
@@ -40,7 +42,7 @@ def shell(
         given = (parameters or {}).get(name)
         twin._parameters[name] = None if old is None or given is None else nn.Parameter(given, requires_grad=False)
     twin._buffers.update(buffers or {})
-    for name in module._modules:
+    for name in (n for n in module._modules if n != CASTER):
         twin._modules[name] = (children or {}).get(name) or _Unexpected(name)
     return twin
 

@@ -24,6 +24,7 @@ from tilesmith import ops
 from tilesmith.models.attention.masks import TOLD, KeyMask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
 from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
+from tilesmith.models.checkpoints import repeated_within
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
 
@@ -177,7 +178,8 @@ class AttentionForm(Form):
         @functools.wraps(whole)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if given("output_attentions", weights, args, kwargs):
-                with form.chosen(self):  # nobody else has the weights
+                entered = functools.partial(form.chosen, self)
+                with entered(), repeated_within(self, entered):  # nobody else has the weights
                     return whole(self, *args, **kwargs)
             return _telling(whole, self, args, kwargs, positions)
 

@@ -30,13 +30,14 @@ from tilesmith.models.layers.stacked_experts import (
     quantised,
     recognise,
 )
-from tilesmith.models.reach import ran, reaches
-from tilesmith.nn.norm import casting_child
+from tilesmith.models.reach import observed, ran, reaches, untouched
+from tilesmith.nn.norm import CASTER, casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
 NAME = "tilesmith"
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
 _KNOWN = "_tilesmith_experts"
+_WITH = "_tilesmith_experts_with"  # the children of a module whose first call found that out
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
         ran(module, "experts_fp8")
         return child(hidden_states, top_k_index, top_k_weights)
     args = experts_of(module, hidden_states, top_k_index, top_k_weights, found)
-    if not _served(args):
+    if not _served(args) or any(map(observed, module.children())):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -64,11 +65,12 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
 
 def _learn(module: nn.Module) -> None:
-    """Find out once what `module` computes."""
-    if not hasattr(module, _KNOWN):
+    """Find out what `module` computes, once for the children that it has."""
+    children = _children(module)
+    if module.__dict__.get(_WITH) != children:
         try:
             with without_modes():  # torch.export runs this, too, and its tensors have no values
-                module.__dict__[_KNOWN] = recognise(module)
+                module.__dict__[_KNOWN], module.__dict__[_WITH] = recognise(module), children
         except Unlike as verdict:
             raise ValueError(
                 f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
@@ -103,18 +105,22 @@ def _served(args: tuple, more: Iterable[Any] = ()) -> bool:
 
 @dataclass(frozen=True)
 class ExpertsForm(Form):
-    """Stacked experts by the op."""
+    """Stacked experts by the op. passed_over: (name, class) of the children that are not called any more."""
 
     experts: StackedExperts
+    passed_over: tuple[tuple[str, type], ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found, (first, second, third) = self.experts, (names := _arguments(base))
+        found, as_it_was = self.experts, untouched(self.passed_over)
+        first, second, third = names = _arguments(base)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             if not _only(names, args, kwargs):
                 return base.forward(self, *args, **kwargs)
             x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
             weights = given(third, 2, args, kwargs)
+            if not as_it_was(self):
+                return base.forward(self, *args, **kwargs)
             child = casting_child(self, x)
             if child is not None:
                 ran(self, "experts_fp8")
@@ -132,17 +138,21 @@ class ExpertsForm(Form):
 class LoraExpertsForm(Form):
     """PEFT's wrappers around stacked experts, of which the outermost is swapped: the op adds the adapters.
 
-    names: what the forward of the experts calls tokens, experts and their weights."""
+    names: what the forward of the experts calls tokens, experts and their weights. passed_over: their children, by
+    (name, class), which are not called any more.
+    """
 
     experts: StackedExperts
     names: tuple[str, ...]
+    passed_over: tuple[tuple[str, type], ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found, (first, second, third) = self.experts, (names := self.names)
+        found, as_it_was = self.experts, untouched(self.passed_over)
+        first, second, third = names = self.names
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             inner, lora = self.get_base_layer(), factors(self, found.up, found.transposed)
-            if first in kwargs or not _only(names, args, kwargs):
+            if first in kwargs or not _only(names, args, kwargs) or not as_it_was(inner):
                 lora = None
             if lora is None:
                 return base.forward(self, *args, **kwargs)
@@ -182,7 +192,7 @@ class ExpertsRule(Rule):
             found = self._verdicts.of(module, lambda: recognise(module))
         except Unlike as verdict:
             return Skip(str(verdict))
-        return Replace(ExpertsForm(found), ("experts",), str(found))
+        return Replace(ExpertsForm(found, _children(module)), ("experts",), str(found))
 
     def _wrapped(self, module: nn.Module) -> Replace | Skip | None:
         """The same for the outermost of wrappers that add adapters to stacked weights."""
@@ -198,7 +208,7 @@ class ExpertsRule(Rule):
             self._verdicts.of(inner, lambda: check_adapters(module, inner, found), *kinds(module))
         except Unlike as verdict:
             return Skip(str(verdict))
-        form = LoraExpertsForm(found, _arguments(original_class(type(inner))))
+        form = LoraExpertsForm(found, _arguments(original_class(type(inner))), _children(inner))
         return Replace(form, ("experts",), f"{found}, with adapters of {' and '.join(adapted(module))}")
 
 
@@ -215,3 +225,8 @@ def _arguments(cls: type) -> tuple[str, ...]:
 def _only(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call gives the arguments `names` and nothing else: what else a forward takes would be lost."""
     return len(args) + len(kwargs) == len(names) and all(name in names for name in kwargs)
+
+
+def _children(module: nn.Module) -> tuple[tuple[str, type], ...]:
+    """The children of experts, such as their activation, by (name, class); not the one that casts to 8 bits."""
+    return tuple((name, original_class(type(c))) for name, c in module.named_children() if name != CASTER)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine import torch_private
-from tilesmith.models.reach import observed, ran, reaches
-from tilesmith.nn.norm import has_caster
+from tilesmith.models.reach import observed, ran, reaches, untouched
+from tilesmith.nn.norm import CASTER, has_caster
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -60,21 +60,11 @@ class GatedMlpForm(Form):
         return "swiglu" if self.mlp.activation == "silu" else "geglu"
 
     def namespace(self, base: type) -> dict[str, Any]:
-        mlp, op, classes = self.mlp, self.op, dict(self.passed_over)
-        passed_over = tuple(classes)
-
-        @torch_private.constant_in_graphs
-        def is_original(name: str, cls: type) -> bool:
-            return original_class(cls) is classes[name]
-
-        def as_it_was(module: nn.Module, name: str) -> bool:
-            child = module._modules.get(name)
-            return is_original(name, type(child)) and not observed(child)
+        mlp, op, as_it_was = self.mlp, self.op, untouched(self.passed_over)
 
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
-            served = reaches(op, x) and all(as_it_was(self, name) for name in passed_over)
-            if not served:
+            if not (reaches(op, x) and as_it_was(self)):
                 return base.forward(self, x)
             ran(self, op)
             return gated_mlp(self, x, mlp)
@@ -86,7 +76,7 @@ class GatedMlpForm(Form):
 def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
     """What `module` computes; the layers are called as modules, since adapters and hooks may sit on them."""
     if has_caster(module):
-        caster = module._modules["_fp8"]
+        caster = module._modules[CASTER]
         layers = tuple(module._modules.get(name or "") for name in (mlp.gate, mlp.up, mlp.down))
         if caster.serves(x, *layers) and not any(map(observed, layers)):
             return caster(x)
@@ -202,7 +192,7 @@ def recognise(module: nn.Module) -> GatedMlpForm:
     """The form whose result is the module's own, with small layers in place of the real ones. Raises `Unlike`."""
     probe.only_input(original_class(type(module)))
     layers = _layers(module)
-    plain = {name: child for name, child in module.named_children() if _plain(child)}
+    plain = {name: child for name, child in module.named_children() if name != CASTER and _plain(child)}
     others = {name: _Half() if isinstance(c, nn.Dropout) else probe.shell(c) for name, c in plain.items()}
     dropouts = [name for name, child in others.items() if isinstance(child, _Half)]
     reason = "on small inputs it differs from down(act(gate) * up) for silu, gelu and tanh-gelu"

@@ -218,8 +218,9 @@ def cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
-    # Autocast computes a cross-entropy in float32 whatever its input.
-    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+    # Autocast computes a cross-entropy in float32 whatever its input, but for float64.
+    raised = torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64
+    return loss.to(torch.float32 if raised else input.dtype)
 
 
 def _scale_and_cap(steps: tuple[tuple[str, Any], ...]) -> tuple[float, float] | None:

@@ -15,6 +15,8 @@ from tilesmith.models.layers.logits import LazyLogits
 from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variants import obstacle
 
+_LAZY = "_tilesmith_lazy"  # of an output layer: whether the model that holds it is called with labels
+
 
 @dataclass(frozen=True)
 class LabelledForm(Form):
@@ -24,6 +26,8 @@ class LabelledForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         path, whole = self.head, base.forward
+        parts = path.split(".")
+        holders = tuple(".".join(parts[:end]) for end in range(1, len(parts)))
         place = list(inspect.signature(whole).parameters).index("labels") - 1
         # torch.compile puts a CrossEntropyLoss object into the graph without asking its input (PyTorch 2.13).
         traceable = "CrossEntropyLoss" not in inspect.unwrap(whole).__code__.co_names
@@ -33,7 +37,7 @@ class LabelledForm(Form):
             if given("labels", place, args, kwargs) is None or (torch.compiler.is_compiling() and not traceable):
                 return whole(self, *args, **kwargs)
             head = _at(self, path)
-            head._tilesmith_lazy = True
+            head._tilesmith_lazy = not any(_is_seen(_at(self, holder)) for holder in holders)
             try:
                 return whole(self, *args, **kwargs)
             finally:
@@ -43,7 +47,7 @@ class LabelledForm(Form):
 
     def leave(self, module: nn.Module) -> None:
         for part in module.modules():  # the head may have been replaced since
-            part.__dict__.pop("_tilesmith_lazy", None)
+            part.__dict__.pop(_LAZY, None)
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,19 @@ class HeadForm(Form):
 
     def namespace(self, base: type) -> dict[str, Any]:
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
-            if not (self._tilesmith_lazy and _deferrable(self)):
+            # Without the attribute after undo, where other code kept this very method to call it.
+            if not (getattr(self, _LAZY, False) and _deferrable(self)):
                 return base.forward(self, input)
             kind = input.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+            lowered = torch.is_autocast_enabled(kind) and input.dtype is not torch.float64  # as PyTorch's autocast
+            dtype = torch.get_autocast_dtype(kind) if lowered else input.dtype
             # A compiled graph must not return what the module counts in.
             calls = None if torch.compiler.is_compiling() else self.__dict__.get(CALLS)
             return LazyLogits(
                 _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype), dtype, calls=calls
             )
 
-        return {"forward": forward, "_tilesmith_lazy": False}
+        return {"forward": forward, _LAZY: False}
 
 
 def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -81,9 +87,15 @@ def _deferrable(head: nn.Linear) -> bool:
         and (type(weight) in (nn.Parameter, Tensor) or isinstance(weight, torch._subclasses.FakeTensor))
         and not hasattr(weight, "ds_id")
         and not _wrapped(type(head))
-        and not (head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
+        and not _is_seen(head)
         and "_is_replica" not in head.__dict__  # hasattr of a module raises and catches, in a guard at each call
     )
+
+
+def _is_seen(module: nn.Module) -> bool:
+    """Whether somebody looks at what a module returns, and may ask whether it is a tensor."""
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
 
 
 @constant_in_graphs
@@ -110,6 +122,8 @@ class LossRule(Rule):
         for holder in site.holders():
             heads = [_at(holder, form.head) for form in forms(holder) if isinstance(form, LabelledForm)]
             if any(head is site.module for head in heads):
+                if _unfit(site.module) is not None:  # it has taken the place of one that was fit
+                    return None
                 return Replace(HeadForm(), ("linear_cross_entropy",), "its output is lazy while training with labels")
         return None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.engine.torch_private import constant_in_graphs
 from tilesmith.models.reach import ran, reaches
-from tilesmith.nn.norm import casting_child
+from tilesmith.nn.norm import CASTER, casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 # Another order of summation moves a few results across a rounding boundary; a form that rounds elsewhere, a fifth.
@@ -141,11 +141,12 @@ def epsilon(module: nn.Module, x: Tensor, norm: Norm) -> float:
 
 
 def may_be_norm(module: nn.Module) -> tuple[bool, dict[str, nn.Parameter]] | None:
-    """Of a module without children and buffers that has a weight or is called a norm: whether it is called so, and its
-    parameters."""
+    """Of a module without buffers and children that has a weight or is called a norm: whether it is called so, and its
+    parameters. A child that casts to 8 bits is none."""
     named = "norm" in original_class(type(module)).__name__.lower()
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    if next(module.children(), None) is not None or module._buffers or not (named or "weight" in parameters):
+    held = any(name != CASTER for name, _ in module.named_children())
+    if held or module._buffers or not (named or "weight" in parameters):
         return None
     return named, parameters
 

@@ -68,7 +68,7 @@ class Group:
     def __init__(self, layers: Sequence[nn.Linear]):
         self.layers = tuple(layers)
         self.given: tuple[Any, ...] = ()
-        self.waiting: dict[int, Tensor] = {}
+        self.waiting: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}  # with the `_stamp` of its layer
         self.in_vain = 0  # products of which only one part was asked for, one after the other
         self.off = False  # a layer was given another tensor than the first
 
@@ -79,35 +79,33 @@ class Group:
         state = _state(x)
         if which in self.waiting:
             if self.given[0] is x and self.given[1:] == state:
-                found = self.waiting.pop(which)
+                found, stamp = self.waiting.pop(which)
                 self.in_vain = 0
                 if not self.waiting:
                     self.given = ()
-                return found
+                return found if stamp == _stamp(layer) else None
             self.off, self.given, self.waiting = True, (), {}
             return None
         self.in_vain += bool(self.waiting)
         if self.in_vain > MOST_IN_VAIN or not self.served(x):
             self.given, self.waiting = (), {}
             return None
-        self.given, self.waiting = (x, *state), dict(enumerate(self.product(x)))
-        return self.waiting.pop(which)
+        self.given, self.waiting = (x, *state), dict(enumerate(zip(self.product(x), map(_stamp, self.layers))))
+        return self.waiting.pop(which)[0]
 
     def served(self, x: Tensor) -> bool:
         """Whether the weights lie one below the other, x is of their kind, and one product is worth it."""
-        layers = self.layers
         if torch.is_grad_enabled() and x.numel() > MOST_ROWS * x.shape[-1]:
             return False
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        if len({layer.weight.requires_grad for layer in layers}) > 1 or len(biases) not in (0, len(layers)):
+        weights, biases = _tensors(self.layers)
+        if len({weight.requires_grad for weight in weights}) > 1 or len(biases) not in (0, len(weights)):
             return False
-        return type(x) in (Tensor, nn.Parameter) and adjacent([w.weight for w in layers]) and adjacent(biases)
+        return type(x) in (Tensor, nn.Parameter) and adjacent(weights) and adjacent(biases)
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all layers."""
-        weights = [layer.weight for layer in self.layers]
-        biases = [layer.bias for layer in self.layers]
-        bias = None if biases[0] is None else _joined(biases)
+        weights, biases = _tensors(self.layers)
+        bias = _joined(biases) if biases else None
         sizes = tuple(weight.shape[0] for weight in weights)
         return _Parts.apply(F.linear(x, _joined(weights), bias), sizes)
 
@@ -117,6 +115,12 @@ def _state(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (0 if x.is_inference() else x._version), torch.is_grad_enabled(), cast
+
+
+def _stamp(layer: nn.Linear) -> tuple[Any, ...]:
+    """What tells that parameters of a layer were written to, frozen or replaced; a write to `.data` does not show."""
+    parts = layer._parameters.values()
+    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version, p.requires_grad) for p in parts if p is not None)
 
 
 def adjacent(parts: Sequence[Tensor]) -> bool:
@@ -174,7 +178,9 @@ class MemberForm(Form):
         which = self.which
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor:
-            found = None if torch.compiler.is_compiling() else self.__dict__[_GROUP].output(self, which, input)
+            # Without a group after undo, where other code kept this very method to call it.
+            group = None if torch.compiler.is_compiling() else self.__dict__.get(_GROUP)
+            found = None if group is None else group.output(self, which, input)
             return base.forward(self, input) if found is None else found
 
         return {"forward": forward}
@@ -209,15 +215,15 @@ class PackedForm(Form):
         for which, layer in enumerate(layers):
             swap(layer, MemberForm(which))
             layer.__dict__[_GROUP] = group
+        module.__dict__[_GROUP] = group
 
     def leave(self, module: nn.Module) -> None:
-        layers = [module._modules.get(name) for name in self.names]
-        for layer in layers:
-            if layer is not None and any(isinstance(form, MemberForm) for form in forms(layer)[:1]):
+        group = module.__dict__.pop(_GROUP)  # its layers may stand within others by now, such as PEFT's, or nowhere
+        for layer in group.layers:
+            if any(isinstance(form, MemberForm) for form in forms(layer)[:1]):
                 unswap(layer)
-        if all(isinstance(layer, nn.Linear) for layer in layers):
-            for parts in _tensors(layers):
-                unpack(parts)
+        for parts in _tensors(group.layers):
+            unpack(parts)
 
 
 class PackRule(Rule):
@@ -272,11 +278,8 @@ def _packed(module: nn.Module) -> PackedForm | None:
 
 def _linears(module: nn.Module) -> tuple[str, ...]:
     """Children that are linear layers of any make."""
-    return tuple(
-        name
-        for name, child in module.named_children()
-        if all(isinstance(getattr(child, size, None), int) for size in ("in_features", "out_features"))
-    )
+    sizes = ("in_features", "out_features")
+    return tuple(n for n, c in module.named_children() if all(isinstance(getattr(c, s, None), int) for s in sizes))
 
 
 @functools.cache
@@ -299,11 +302,8 @@ def packable(cls: type, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _methods(cls: type) -> list[Callable[..., Any]]:
-    return [
-        inspect.unwrap(value)
-        for name in ("forward", "_heads", "_qkv")
-        if inspect.isfunction(value := getattr(cls, name, None))
-    ]
+    found = (getattr(cls, name, None) for name in ("forward", "_heads", "_qkv"))
+    return [inspect.unwrap(method) for method in found if inspect.isfunction(method)]
 
 
 def _together(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
