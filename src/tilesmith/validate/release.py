@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=40, help="drawn cases of each op that has some")
     parser.add_argument("--rounds", type=int, default=2, help="of times: processes for each folder")
     parser.add_argument("--part", type=int, default=0)
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)  # options may stand between what and names
     if chosen.what == "values":
         return values(chosen.names, chosen.workers, chosen.count)
     if chosen.what == "times":
