@@ -156,6 +156,30 @@ ROTARY = [
     ("offset end", lambda: ops.rope(Q, K, COS, SIN, offset=11), ValueError, "rope: cos holds 16 positions.*offset 11"),
     ("positions", lambda: ops.rope(Q, K, COS, SIN, r(6)), TypeError, "rope: positions has dtype"),
     ("positions size", lambda: ops.rope(Q, K, COS, SIN, ids(5)), ValueError, "rope: positions has shape"),
+    (
+        "position above",
+        lambda: ops.rope(Q, K, COS, SIN, torch.full((6,), 16)),
+        ValueError,
+        "rope: one of positions is 16; cos holds the positions 0 … 15",
+    ),
+    (
+        "offsets above",
+        lambda: ops.rope(Q, K, COS, SIN, offsets=torch.tensor([0, 12])),
+        ValueError,
+        "rope: a position with offsets is 16; cos holds",
+    ),
+    (
+        "both position above",
+        lambda: ops.rms_norm_rope(Q, K, None, None, COS, SIN, torch.full((6,), 99)),
+        ValueError,
+        "rms_norm_rope: one of positions is 99",
+    ),
+    (
+        "documents",
+        lambda: ops.rope(Q[:1], K[:1], COS, SIN, cu_seqlens=torch.tensor([2, 6])),
+        ValueError,
+        "rope: cu_seqlens holds",
+    ),
     ("device", lambda: ops.rope(Q, K, COS.to("meta"), SIN), ValueError, "rope: cos is on meta"),
     (
         "cu_seqlens batch",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilesmith.ops import attention
 from tilesmith.ops.attn import block_lists as lists
 from tilesmith.ops.attn.mask import Blocks, Mask
 
@@ -41,3 +42,37 @@ def test_entries_behind_the_last_list_stay_there():
     found = lists.transposed(offsets, longer, 4)
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1][: len(indices)], wanted[1])
     assert len(found[1]) == len(longer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"indices": [0, 2]}, "block_indices holds 2; there are 2 blocks, so it must be 0 to 1"),
+        ({"indices": [-1, 1]}, "block_indices holds -1"),
+        ({"offsets": [[[0, 3]]]}, r"block_offsets must ascend from 0 to at most 2, .* got \[0, 3\]"),
+        ({"offsets": [[[1, 2]]]}, r"block_offsets must ascend from 0"),
+        ({"offsets_t": [[[0, 2, 1]]]}, r"block_offsets_t must ascend from 0"),
+        ({"indices_t": [0, 1]}, "block_indices_t holds 1; there are 1 blocks, so it must be 0 to 0"),
+    ],
+)
+def test_lists_of_blocks_that_are_not_there_are_refused_on_a_cpu(changes, message):
+    x, blocks = torch.randn(1, 2, 6, 16), Blocks.of(torch.ones(1, 1, 1, 2, dtype=torch.bool), 8, 4)
+    assert torch.equal(attention(x, x, x, Mask(blocks=blocks))[0], attention(x, x, x)[0])
+    wrong = {name: torch.tensor(values, dtype=torch.int32) for name, values in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        attention(x, x, x, Mask(blocks=blocks._replace(**wrong)))
+
+
+@pytest.mark.parametrize(
+    ("table", "block_q", "error", "message"),
+    [
+        (torch.ones(1, 1, 2, 2), 8, TypeError, "Blocks: dense must be bool, got torch.float32"),
+        (torch.ones(2, 2, dtype=torch.bool), 8, ValueError, r"Blocks: dense must be \[B, heads, .*\], got \[2, 2\]"),
+        ([[True]], 8, TypeError, "Blocks: dense must be a tensor, got list"),
+        (torch.ones(1, 1, 2, 2, dtype=torch.bool), 0, ValueError, "Blocks: block_q must be at least 1, got 0"),
+        (torch.ones(1, 1, 2, 2, dtype=torch.bool), 8.0, TypeError, "Blocks: block_q must be an int, got 8.0"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(table, block_q, error, message):
+    with pytest.raises(error, match=message):
+        Blocks.of(table, block_q, 8)

@@ -108,9 +108,16 @@ def test_a_cache_alone_is_read_in_place_with_window_and_slopes():
         ({"cache_batch_idx": _ints(0)}, ValueError, r"cache_batch_idx has shape \(1,\); it must be \[2\]"),
         ({"cache_leftpad": _ints(0, 1, 2)}, ValueError, r"cache_leftpad has shape \(3,\); it must be \[2\]"),
         ({"block_table": _ints(0, 1).view(2, 1), "cache_batch_idx": _ints(0, 1)}, ValueError, "both given"),
+        ({"block_table": [[0], [1]]}, TypeError, "block_table must be a tensor, got list"),
         ({"rotary_cos": _randn(9, 4)}, ValueError, "rotary_sin is missing"),
         ({"num_splits": 4}, ValueError, "num_splits is 4; it must be 0"),
-        ({"alibi_slopes": _randn(3)}, ValueError, r"alibi must be \[4\]"),
+        ({"alibi_slopes": _randn(3)}, ValueError, r"alibi_slopes must be \[4\] or \[2, 4\]"),
+        ({"alibi_slopes": _ints(1, 1, 1, 1)}, TypeError, "alibi_slopes has dtype torch.int32"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale must be above 0"),
+        ({"k_cache": _randn(1, 6, 2, 8), "v_cache": _randn(1, 6, 2, 8)}, ValueError, "k_cache has 1 rows and q 2"),
+        ({"cache_seqlens": -1}, ValueError, "cache_seqlens holds -1; .* it must be 0 to 5"),
+        ({"cache_seqlens": 6}, ValueError, "cache_seqlens holds 6; a row of the cache has 6 slots"),
+        ({"k": None, "v": None, "cache_seqlens": 7}, ValueError, "cache_seqlens holds 7; .* it must be 0 to 6"),
         ({"softcap": -1.0}, ValueError, "softcap"),
         ({"causal": 1}, TypeError, "causal"),
         ({"q": _randn(2, 4, 8)}, ValueError, "q"),
@@ -125,3 +132,23 @@ def test_bad_arguments_are_named_and_nothing_is_written(changes, error, message)
         flash_attn_with_kvcache(**given)
     assert torch.equal(given["k_cache"], before[0])
     assert torch.equal(given["v_cache"], before[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache_seqlens": [0, 6]}, "cache_seqlens holds 6; a row of the cache has 6 slots"),
+        ({"cache_seqlens": [-2, 0]}, "cache_seqlens holds -2"),
+        ({"cache_batch_idx": [0, 2]}, "cache_batch_idx holds 2; the cache has rows 0 to 1"),
+        ({"cache_batch_idx": [-1, 0]}, "cache_batch_idx holds -1"),
+        ({"block_table": [[0], [1]], "cache_seqlens": [0, 6]}, "cache_seqlens holds 6; a row of the cache has 6 slots"),
+    ],
+)
+def test_places_that_the_cache_does_not_have_are_refused_where_the_host_can_read_them(changes, message):
+    given = {"q": torch.randn(2, 1, 4, 8), "k_cache": torch.zeros(2, 6, 2, 8), "v_cache": torch.zeros(2, 6, 2, 8)}
+    given |= {"k": torch.ones(2, 1, 2, 8), "v": torch.ones(2, 1, 2, 8), "cache_seqlens": 3}
+    given |= {name: torch.tensor(values, dtype=torch.int32) for name, values in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(**given)
+    assert not given["k_cache"].any()
+    assert not given["v_cache"].any()

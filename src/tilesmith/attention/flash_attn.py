@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import attributed_to, flag, number, probability, shaped, size, tensor
+from tilesmith.engine.argument_checks import (
+    attributed_to,
+    flag,
+    floating,
+    number,
+    positive,
+    probability,
+    shaped,
+    size,
+    tensor,
+)
 from tilesmith.ops.attn.mask import Mask, Score
 
 UNLIMITED = (-1, -1)  # a window without sides
@@ -51,7 +62,7 @@ def flash_attn_func(
     for which, x in (("q", q), ("k", k), ("v", v)):
         tensor(name, which, x, ("B", "tokens", "heads", "D"))
     how = _checked(name, dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
-    shaped(name, "alibi_slopes", alibi_slopes, (q.shape[2],), (q.shape[0], q.shape[2]), device=q.device)
+    check_slopes(name, alibi_slopes, q, q.shape[0], q.shape[2])
     mask, score = Mask(causal, sides(name, window_size)), Score(softmax_scale, softcap, alibi_slopes)
     out, _ = ops.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, score, **how)
     return out.transpose(1, 2)
@@ -97,7 +108,7 @@ def flash_attn_varlen_func(
         size(name, which, longest, 0)
     how = _checked(name, dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
     sequences = max(cu_seqlens_q.shape[0] - 1, 0)
-    shaped(name, "alibi_slopes", alibi_slopes, (q.shape[1],), (sequences, q.shape[1]), device=q.device)
+    check_slopes(name, alibi_slopes, q, sequences, q.shape[1])
     mask, score = Mask(causal, sides(name, window_size)), Score(softmax_scale, softcap, alibi_slopes)
     how |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     how |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
@@ -105,12 +116,22 @@ def flash_attn_varlen_func(
     return out[0].transpose(0, 1)
 
 
+def check_slopes(name: str, slopes: Tensor | None, q: Tensor, rows: int, heads: int) -> None:
+    """Raise in the words of the function unless slopes are None or floating [heads] or [rows, heads], beside q."""
+    if slopes is None:
+        return
+    shaped(name, "alibi_slopes", slopes, (heads,), (rows, heads), device=q.device)
+    floating(name, "alibi_slopes", slopes)
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: alibi_slopes requires a gradient and receives none; pass alibi_slopes.detach()")
+
+
 def _checked(
     name: str, dropout_p: Any, scale: Any, causal: Any, softcap: Any, deterministic: Any, probs: Any
 ) -> dict[str, Any]:
     """The keywords of the op, or an error in the words of the function."""
     if scale is not None:
-        number(name, "softmax_scale", scale)
+        positive(name, "softmax_scale", scale)
     number(name, "softcap", softcap, 0.0)
     for which, value in (("causal", causal), ("deterministic", deterministic), ("return_attn_probs", probs)):
         flag(name, which, value)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.attention.flash_attn import UNLIMITED, sides
-from tilesmith.engine.argument_checks import flag, number, tensor
+from tilesmith.attention.flash_attn import UNLIMITED, check_slopes, sides
+from tilesmith.engine.argument_checks import flag, number, positive, readable, tensor
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import attention_op
 
@@ -57,13 +57,18 @@ def flash_attn_with_kvcache(
     softcap: 0 for none. alibi_slopes: fp32 [H] or [B, H]. num_splits: 0; the library chooses how keys are split.
 
     Returns out [B, T, H, Dv] in q's dtype, and with return_softmax_lse also lse [B, H, T], fp32. A query that sees no
-    key gives 0 and -inf. No gradient reaches k and v, which are written. What is written beyond the cache is dropped.
+    key gives 0 and -inf. No gradient reaches k and v, which are written.
 
-    Raises ValueError and TypeError, naming the argument, before anything is written. Tensors are checked by the two ops
-    that serve the call, whose names and layouts ([B, heads, tokens, D]) errors about shapes then have:
-    `kv_cache_append` and `attention`.
+    Raises ValueError and TypeError, naming the argument, before anything is written: also for cache_seqlens that the
+    cache does not have or that leave no room for the new keys, and a cache_batch_idx that is no row of it, where the
+    host can read them, in an int and in tensors on a CPU. Elsewhere what is written beyond the cache is dropped, and
+    such a row may give anything. Tensors are checked by the two ops that serve the call, whose names and layouts
+    ([B, heads, tokens, D]) errors about shapes then have: `kv_cache_append` and `attention`.
     """
     _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table, num_splits)
+    if softmax_scale is not None:
+        positive(_OP, "softmax_scale", softmax_scale)
+    check_slopes(_OP, alibi_slopes, q, q.shape[0], q.shape[2])
     for name, value in (
         ("causal", causal), ("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse),
     ):  # fmt: skip
@@ -73,7 +78,13 @@ def flash_attn_with_kvcache(
     lengths = _lengths(cache_seqlens, q)
     table = cache_batch_idx[:, None] if cache_batch_idx is not None else block_table
     if table is None:
+        if k_cache.shape[0] < q.shape[0]:
+            raise ValueError(
+                f"{_OP}: k_cache has {k_cache.shape[0]} rows and q {q.shape[0]}; give a cache of at least as many, or "
+                "cache_batch_idx"
+            )
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
+    _check_contents(cache_seqlens, cache_batch_idx, k_cache, block_table, 0 if k is None else k.shape[1])
     queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
     held = lengths if k is None or lengths is None else lengths + k.shape[1]
     documents = None if cache_leftpad is None else _documents(cache_leftpad, q, keys, table)
@@ -137,6 +148,8 @@ def _check(q, k_cache, v_cache, k, v, cos, sin, seqlens, rows, block_table, num_
                 raise ValueError(f"{_OP}: {name} has shape {tuple(x.shape)}; it must be [positions, rotated / 2]")
     if (cos is None) != (sin is None):
         raise ValueError(f"{_OP}: rotary_{'cos' if cos is None else 'sin'} is missing; give both, or neither")
+    if block_table is not None:
+        tensor(_OP, "block_table", block_table, ("B", "pages"))
     if k is not None and seqlens is None:
         raise ValueError(f"{_OP}: cache_seqlens is missing; with k and v it says where they are written")
     for name, x in (("cache_seqlens", seqlens), ("cache_batch_idx", rows)):
@@ -148,6 +161,29 @@ def _check(q, k_cache, v_cache, k, v, cos, sin, seqlens, rows, block_table, num_
         raise ValueError(f"{_OP}: cache_batch_idx and block_table are both given; a table's rows already choose pages")
     if num_splits != 0:
         raise ValueError(f"{_OP}: num_splits is {num_splits!r}; it must be 0: the library chooses how keys are split")
+
+
+def _check_contents(
+    seqlens: int | Tensor | None, rows: Tensor | None, k_cache: Tensor, block_table: Tensor | None, new: int
+) -> None:
+    """Raise ValueError for lengths or rows that the cache does not have, where the host can read them."""
+    slots = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    wrong: Any = seqlens
+    if isinstance(seqlens, Tensor):
+        wrong = None
+        if readable(seqlens):
+            wrong = next((n for n in seqlens.tolist() if not 0 <= n <= slots - new), None)
+    if isinstance(wrong, int) and not 0 <= wrong <= slots - new:
+        room = f"with {new} new keys it must be 0 to {slots - new}" if new else f"it must be 0 to {slots}"
+        raise ValueError(
+            f"{_OP}: cache_seqlens holds {wrong}; a row of the cache has {slots} slots, so {room}: take a longer cache"
+        )
+    if rows is not None and readable(rows):
+        row = next((n for n in rows.tolist() if not 0 <= n < k_cache.shape[0]), None)
+        if row is not None:
+            raise ValueError(
+                f"{_OP}: cache_batch_idx holds {row}; the cache has rows 0 to {k_cache.shape[0] - 1}: give one of them"
+            )
 
 
 def _integers(name: str, x: Tensor, q: Tensor) -> None:

@@ -1780,7 +1780,7 @@ def rope(
         offsets: [B] int32 or int64, one for each row; with ``cu_seqlens`` one for each document.
         cu_seqlens: [N + 1] int32 or int64 starting at 0: document n of the one packed row (B = 1) is the tokens
             cu_seqlens[n] up to cu_seqlens[n + 1]. Tokens past the last boundary continue the last document.
-        offset: added to every position.
+        offset: added to every position that is counted. With ``positions`` it must be 0, and offsets None.
         interleaved: features (2i, 2i + 1) form a pair (GPT-J); otherwise (i, i + R/2) (GPT-NeoX, Llama).
 
     Returns:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import cdiv
+from tilesmith.engine.argument_checks import readable
 
 
 def compressed(dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,6 +18,42 @@ def compressed(dense: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.arange(dense.shape[0] * dense.shape[1], device=dense.device)[:, None] * dense.shape[2]
     offsets = ends[starts + rows].view(*dense.shape[:2], -1)
     return offsets.int(), dense.nonzero()[:, 3].int()
+
+
+def check_lists(
+    tokens: tuple[int, int],
+    offsets: Tensor | None,
+    indices: Tensor | None,
+    offsets_t: Tensor | None,
+    indices_t: Tensor | None,
+    block_q: int,
+    block_k: int,
+) -> None:
+    """Raise ValueError for lists that contradict the tokens, of queries and of keys. On a CPU only."""
+    if offsets is not None and indices is not None:
+        _check_contents(offsets, indices, cdiv(tokens[1], block_k))
+    if offsets_t is not None and indices_t is not None:
+        _check_contents(offsets_t, indices_t, cdiv(tokens[0], block_q), "_t")
+
+
+def _check_contents(offsets: Tensor, indices: Tensor, columns: int, side: str = "") -> None:
+    """Raise ValueError for lists that do not ascend or name blocks that are not there, where the host can read them.
+    side: what the names of the arguments end with."""
+    if not offsets.numel() or not (readable(offsets) and readable(indices)):
+        return
+    ends, count = offsets.flatten(), indices.numel()
+    if int(ends[0]) != 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) > count:
+        raise ValueError(
+            f"attention: block_offsets{side} must ascend from 0 to at most {count}, the length of "
+            f"block_indices{side}, got {ends[:8].tolist()}; make the lists by Blocks.of"
+        )
+    named = indices[: int(ends[-1])]
+    wrong = named[(named < 0) | (named >= columns)]
+    if wrong.numel():
+        raise ValueError(
+            f"attention: block_indices{side} holds {int(wrong[0])}; there are {columns} blocks, so it must be 0 to "
+            f"{columns - 1}; make the lists by Blocks.of"
+        )
 
 
 def by_keys(call) -> tuple[Tensor, Tensor]:

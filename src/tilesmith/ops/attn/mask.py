@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import flag, number, tensor
+from tilesmith.engine.argument_checks import flag, number, size, tensor
 from tilesmith.ops.attn import block_lists as lists
 from tilesmith.ops.attn.visibility import visibility
 
@@ -33,7 +33,13 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, dense: Tensor, block_q: int, block_k: int) -> "Blocks":
         """The lists of a bool table [B|1, H|G|1, ceil(T / block_q), ceil(S / block_k)], True where a block of queries
-        sees a block of keys. The host waits for the device, to know how many there are."""
+        sees a block of keys. The host waits for the device, to know how many there are. Raises TypeError for a table
+        that is not bool, ValueError for one without four dims and for sizes below 1."""
+        tensor("Blocks", "dense", dense, ("B", "heads", "query blocks", "key blocks"))
+        if dense.dtype != torch.bool:
+            raise TypeError(f"Blocks: dense must be bool, got {dense.dtype}; give scores > threshold, as a table")
+        size("Blocks", "block_q", block_q)
+        size("Blocks", "block_k", block_k)
         offsets, indices = lists.compressed(dense)
         return cls(offsets, indices, block_q, block_k, *lists.transposed(offsets, indices, dense.shape[3]))
 

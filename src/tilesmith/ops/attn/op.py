@@ -223,7 +223,8 @@ def attention(
     if misplaced:
         raise TypeError(_spelled(misplaced))
     if not isinstance(mask, Mask):
-        raise TypeError(f"attention: mask must be a Mask, got {type(mask).__name__}; a tensor goes in Mask(dense=...)")
+        instead = "give it as score=" if isinstance(mask, Score) else "a tensor goes in Mask(dense=...)"
+        raise TypeError(f"attention: mask must be a Mask, got {type(mask).__name__}; {instead}")
     if not isinstance(score, Score):
         raise TypeError(f"attention: score must be a Score, got {type(score).__name__}; a bias goes in Score(bias=...)")
     if deterministic is None:

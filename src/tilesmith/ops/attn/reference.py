@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilesmith.device import philox
 from tilesmith.engine.argument_checks import packed, readable
+from tilesmith.ops.attn.block_lists import check_lists
 from tilesmith.ops.attn.visibility import visibility
 
 FACTOR_BLOCK = 128  # tokens that share a factor of quantised values, where there is one for each block
@@ -81,7 +82,8 @@ def attention(
       block_offsets [B|1, H|G|1, ceil(T / block_q) + 1] int32, block_indices int32: row r of blocks sees the key blocks
         block_indices[block_offsets[r] : block_offsets[r + 1]], ascending; rows lie one after another in
         (batch, head, block) order. The same transposed (query blocks of a key block), for gradients, which make them
-        where they are left out: `*_t`.
+        where they are left out: `*_t`. On a CPU lists that do not ascend or name blocks that are not there raise
+        ValueError.
     Softmax
       lse = log(sum over visible j of exp(s) + exp(sinks)), natural logarithm; sinks [H]: one more logit in the
         denominator. p = exp(s - lse).
@@ -101,6 +103,7 @@ def attention(
     """
     check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     shape = _shape(q, k, page_table)
+    check_lists(shape[2:], block_offsets, block_indices, block_offsets_t, block_indices_t, block_q, block_k)
     values = _Values(q, k, v, page_table, q_scale, k_scale, v_scale)
     position_q, position_k, visible = visibility(
         *shape, q.device, mask, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths, q_documents, k_documents,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilesmith.device import portable
 from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import floating
+from tilesmith.engine.argument_checks import floating, one_device
 from tilesmith.engine.arguments import small
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.sharding import spread
@@ -99,7 +99,8 @@ def _check_weight(op: str, weight: Tensor | None, x: Tensor) -> None:
             f"[{x.shape[-2]}, {x.shape[-1]}] for one a head"
         )
     else:
-        _check_vector(op, "weight", weight[0], x)
+        floating(op, "weight", weight)
+        one_device(op, "weight", weight, "x", x)
 
 
 def _check_vector(op: str, name: str, vector: Tensor | None, x: Tensor) -> None:
@@ -111,8 +112,7 @@ def _check_vector(op: str, name: str, vector: Tensor | None, x: Tensor) -> None:
             f"{op}: {name} has shape {tuple(vector.shape)}; for this x it must be [{x.shape[-1]}], one number "
             "for each column"
         )
-    if vector.device != x.device:
-        raise ValueError(f"{op}: {name} is on {vector.device}, x on {x.device}; move them to one device")
+    one_device(op, name, vector, "x", x)
 
 
 def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:

@@ -47,7 +47,7 @@ def rms_norm_rope(
 
     Raises ValueError or TypeError for what does not fit. Sources: arXiv:1910.07467, arXiv:2104.09864, arXiv:2302.05442.
     """
-    cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
+    cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset, "rms_norm_rope")
     rest = cos, sin, interleaved, norm_dim, eps, weight_offset, casting
     return _norm_rope(q, q_weight, *rest), q.new_empty(0) if k is None else _norm_rope(k, k_weight, *rest)
 
@@ -80,7 +80,7 @@ def rms_norm_rope_vjp(
     The gradient is rotated by the opposite angles, as in `rope_vjp`, then goes through the norm, as in `rms_norm_vjp`.
     """
     wants_q, wants_k, wants_q_weight, wants_k_weight = output_mask
-    cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
+    cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset, "rms_norm_rope")
     rest = cos, sin, interleaved, norm_dim, eps, weight_offset
     dq, dq_weight = _norm_rope_vjp(dq_out, q, q_weight, *rest, (wants_q, wants_q_weight))
     dk, dk_weight = _norm_rope_vjp(dk_out, k, k_weight, *rest, (wants_k, wants_k_weight))

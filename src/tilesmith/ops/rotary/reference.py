@@ -38,7 +38,7 @@ def rope(
         offsets: [B] int32 or int64, one for each row; with ``cu_seqlens`` one for each document.
         cu_seqlens: [N + 1] int32 or int64 starting at 0: document n of the one packed row (B = 1) is the tokens
             cu_seqlens[n] up to cu_seqlens[n + 1]. Tokens past the last boundary continue the last document.
-        offset: added to every position.
+        offset: added to every position that is counted. With ``positions`` it must be 0, and offsets None.
         interleaved: features (2i, 2i + 1) form a pair (GPT-J); otherwise (i, i + R/2) (GPT-NeoX, Llama).
 
     Returns:
@@ -92,14 +92,17 @@ def _angles(
     offsets: Tensor | None,
     cu_seqlens: Tensor | None,
     offset: int,
+    op: str = "rope",
 ) -> tuple[Tensor, Tensor]:
     """The angles of every token of x, [B or 1, T, R/2]; NaN at positions that the table does not hold."""
     if cos.ndim == 3:
         return cos, sin
+    named = "one of positions"
     if positions is None:
+        named = "a position with offsets" if offsets is not None else "a position"
         positions = torch.arange(x.shape[2], device=x.device)
         if cu_seqlens is not None:
-            packed("cu_seqlens", cu_seqlens)
+            packed(f"{op}: cu_seqlens", cu_seqlens)
             document = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
             document = document.clamp(0, cu_seqlens.shape[0] - 2)
             positions = positions - cu_seqlens[document]
@@ -111,7 +114,7 @@ def _angles(
     held = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
     if readable(held) and not held.all():
         raise ValueError(
-            f"positions, with offsets, has {int(positions[~held[..., 0]][0])}; cos holds the positions 0 … "
+            f"{op}: {named} is {int(positions[~held[..., 0]][0])}; cos holds the positions 0 … "
             f"{cos.shape[0] - 1}: make tables as long as the longest sequence"
         )
     positions = positions.clamp(0, cos.shape[0] - 1)

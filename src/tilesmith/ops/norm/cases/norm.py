@@ -174,6 +174,7 @@ PER_HEAD = [
     Case("per_head_frozen", {**_by_head(4, 3, 40), "weight": T(3, 40, grad=False)}, SMALL),
     Case("per_head_swept", _by_head(2, 2, 17_000), SMALL),
     Case("per_head_no_rows", _by_head(0, 3, 16), SMALL),
+    Case("per_head_no_heads", _by_head(2, 0, 16), SMALL),
     Case("per_head_one_head", _by_head(5, 1, 16), SMALL),
     Case("per_head_16384x32x128", _by_head(16_384, 32, 128), BENCH),
 ]

@@ -165,7 +165,7 @@ def launch_backward(
     dy, ds, x, weight, _, mean, rstd, offset, _ = norm
     dx, dweight, dbias = outs
     by_head = _heads(x, weight, order)
-    heads = by_head.get("HEADS", 1)
+    heads = max(1, by_head.get("HEADS", 1))
     x, dy = rows(x, order), rows(dy, order)
     ds = None if ds is None or dx is None else rows(ds, order)
     weight, rstd = dense(weight), row_values(rstd, order)
