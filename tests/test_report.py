@@ -52,6 +52,20 @@ def test_an_optimize_that_fails_leaves_the_counts_of_the_one_before():
     assert _step(model, inputs) == {op: 2 * count for op, count in calls.items()}
 
 
+def test_an_optimize_of_fewer_rules_tells_what_the_one_before_replaced():
+    model = tilesmith.optimize(build("llama"))
+    rows, calls = set(model.tilesmith_report.replaced), _step(model, batch("llama"))
+    tilesmith.optimize(model, only="norm")
+    assert set(model.tilesmith_report.replaced) == rows
+    assert _step(model, batch("llama")) == calls
+    model.model.layers[0].mlp = build("llama").model.layers[0].mlp
+    tilesmith.optimize(model, only="norm")
+    gone = {row for row in rows if row.fqn.startswith("model.layers.0.mlp")}
+    assert gone and set(model.tilesmith_report.replaced) == rows - gone
+    tilesmith.optimize(tilesmith.undo(model), only="norm")
+    assert {row.rule for row in model.tilesmith_report.replaced} == {"norm"}
+
+
 def test_report_is_the_typed_way_to_it():
     model = nn.Sequential(nn.LayerNorm(8))
     with pytest.raises(ValueError, match=r"report: model was not optimised; call tilesmith.optimize\(model\) first"):

@@ -149,7 +149,8 @@ def optimize(
         rules = [Withheld(rule()) if rule.name in withheld else rule() for rule in RULES if rule.name in wanted]
         whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if compile or CompiledForm in had else []
         whole += [DecodingRule(), GraphsRule(model)] if graphs else []
-        found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns))
+        before = getattr(model, "tilesmith_report", None)
+        found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns), earlier=before)
     except BaseException:
         restore_block_forms(taken)
         raise

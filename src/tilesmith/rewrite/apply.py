@@ -25,11 +25,13 @@ def rewrite(
     *,
     strict: bool = False,
     excluded: Callable[[str, str], bool] = lambda rule, fqn: False,
+    earlier: Report | None = None,
 ) -> Report:
     """Apply `rules` in order to every module of `model`, in place, and report each decision.
 
     `excluded(rule name, module name)` tells what the caller wants left alone. When anything raises, also because of
-    `strict`, the swaps of this call are taken back first. A module that an earlier call swapped is reported again.
+    `strict`, the swaps of this call are taken back first. A module that an earlier call swapped is reported again; where
+    no rule of this call looks for what was replaced, by the row of the `earlier` report.
     """
     sites = [Site(model, fqn, module) for fqn, module in model.named_modules()]
     rows: dict[str, list[Row]] = {site.fqn: [] for site in sites}
@@ -40,6 +42,8 @@ def rewrite(
                 row = _apply(rule, site, excluded, swapped)
                 if row is not None:
                     rows[site.fqn].append(row)
+        for row in _replaced_before(sites, rules, earlier):
+            rows[row.fqn].append(row)
         for site in sites:
             if not rows[site.fqn]:
                 rows[site.fqn] += _left_alone(site)
@@ -100,6 +104,13 @@ def _apply(rule: Rule, site: Site, excluded: Callable[[str, str], bool], swapped
         return Row(site.fqn, cls.__name__, rule.name, "skipped", (), found.reason, found.wanted, found.quiet)
     action = "replaced" if found.computes else "skipped"
     return Row(site.fqn, cls.__name__, rule.name, action, found.ops, found.reason, quiet=not found.computes)
+
+
+def _replaced_before(sites: Sequence[Site], rules: Sequence[Rule], earlier: Report | None) -> Iterable[Row]:
+    """What an earlier call replaced by rules that are not among these, where the module is still the one it was."""
+    names, known = {rule.name for rule in rules}, {site.fqn: site.module for site in sites}
+    rows = earlier.replaced if earlier is not None else ()
+    return [row for row in rows if row.rule not in names and row.fqn in known and CALLS in known[row.fqn].__dict__]
 
 
 def _left_alone(site: Site) -> Iterable[Row]:

@@ -197,7 +197,8 @@ def _fuse(model: nn.Module, config: FusionConfig) -> None:
     try:
         whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if CompiledForm in had else []
         whole += [DecodingRule(), GraphsRule(model)] if recorded else []
-        report = rewrite.rewrite(model, [*selection.rules(recorded), *whole])
+        before = getattr(model, "tilesmith_report", None)
+        report = rewrite.rewrite(model, [*selection.rules(recorded), *whole], earlier=before)
         _refuse_nothing(model, report, selection)
         rewrite.swap(model, FusionForm(config))
     except BaseException:
