@@ -30,8 +30,8 @@ def rewrite(
     """Apply `rules` in order to every module of `model`, in place, and report each decision.
 
     `excluded(rule name, module name)` tells what the caller wants left alone. When anything raises, also because of
-    `strict`, the swaps of this call are taken back first. A module that an earlier call swapped is reported again; where
-    no rule of this call looks for what was replaced, by the row of the `earlier` report.
+    `strict`, the swaps of this call are taken back first. A module that an earlier call swapped is reported again, by
+    its row in the `earlier` report where none of these rules looks for what was replaced.
     """
     sites = [Site(model, fqn, module) for fqn, module in model.named_modules()]
     rows: dict[str, list[Row]] = {site.fqn: [] for site in sites}
