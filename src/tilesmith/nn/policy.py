@@ -69,7 +69,9 @@ def grpo_loss(
     which the gradient still flows) and A the advantages [B], a token costs −min(min(ratio, delta) · A, clip(ratio) · A)
     + beta · kl; "cispo", "sapo" and "vespo" have terms of their own (papers: `ops.loss.formulas.FORMULAS`). With
     importance_sampling_level "sequence" there is one ratio a completion, of mean log-ratio (GSPO). vllm_is_ratio ([B],
-    [B, 1] or [B, T]) multiplies the first term ("vespo" weighs by it). use_bias_correction_kl: kl times ratio.
+    [B, 1] or [B, T]) multiplies the first term ("vespo" weighs by it). use_bias_correction_kl: kl times ratio. "cispo"
+    caps the ratio at epsilon_high itself, not at 1 + epsilon_high: the default would cap it at 0.2. Without a reference
+    there is no kl, whatever beta is.
 
     What divides the sum over the mask: "grpo", "sapo" each completion's tokens, then B; "bnpo" the tokens of the batch;
     "dr_grpo" B · max_completion_length; "dapo", "cispo", "vespo" num_items_in_batch, or the tokens of all ranks, over
