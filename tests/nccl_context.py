@@ -84,6 +84,15 @@ def check_torchs_context_parallel():
         close(g, layout.shard(e, rank, 2))
 
 
+def check_fp8_layers_under_fsdp():
+    """Gradients are the ranks' mean; a batch of one rank that is not finite skips all ranks' step."""
+    from sharded_models import check_fsdp_of_fp8_layers
+
+    mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
+    with torch.device("cuda"):
+        check_fsdp_of_fp8_layers(mesh)
+
+
 def check_disagreement():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     q, k, v = inputs(1024)
