@@ -88,7 +88,9 @@ def reason(call: Call) -> str:
     """What the plan says of the window."""
     mask = ops.Mask(causal=True, window=(call.window - 1, 0))
     told = str(tilesmith.explain("attention", **inputs(call, "meta"), mask=mask, arch="sm90"))
-    return next((line.strip() for line in told.splitlines() if "window" in line), "")
+    return next(
+        (line.strip() for line in told.splitlines() if line.strip().startswith(("window: ", "a window of "))), ""
+    )
 
 
 def flash_attention_4(call: Call, tensors: dict[str, Tensor]) -> Callable[[], Any] | None:

@@ -211,12 +211,14 @@ def _tile_heads(s: Shape, config: HopperConfig, window: Window, arch: Any) -> tu
     tile, right = (config.consumers, config.block_n, config.stages), window.right if window.hides_right else None
     times = tile_heads_times(s.rows, s.group, s.tokens, s.keys, window.left, right, tile, arch.sms)
     heads = tile_heads_of(times)
-    told = ", ".join(f"{n} {time:.0f}" for n, time in times.items())
-    positions = 64 * config.consumers // heads
-    return heads, (
-        f"window: a tile holds {positions} queries of each of {heads} heads that share keys; "
-        f"predicted steps by the heads: {told}"
+    rows = 64 * config.consumers
+    held = (
+        f"{rows // heads} queries of each of {heads} heads that share keys"
+        if heads > 1
+        else f"{rows} queries of one head"
     )
+    told = ", ".join(f"{n}: {time:.0f}" for n, time in times.items())
+    return heads, f"window: a tile holds {held}, since the predicted steps by the heads are {told}"
 
 
 @lru_cache(maxsize=1024)
