@@ -130,6 +130,9 @@ def benched() -> dict[str, Plan]:
     for window in (128, 1024):
         s = Shape(1, 16, 16, 32768, 32768, 128, 128, 2, 2, True, window, 0)
         found[f"forward, window {window}"], found[f"backward, window {window}"] = forward(s), backward(s)
+    for batch, tokens, heads, kv_heads, window in ((2, 2592, 8, 1, 512), (2, 4096, 8, 4, 1024)):
+        s = Shape(batch, heads, kv_heads, tokens, tokens, 256, 256, 2, 2, True, window - 1, 0)
+        found[f"forward, D 256, {batch} x {tokens} tokens, {heads}/{kv_heads} heads, window {window}"] = forward(s)
     s = Shape(1, 32, 8, 32768, 32768, 128, 128, 2, 2, True, -1, 0, documents=16)
     found["forward, 16 documents"], found["backward, 16 documents"] = forward(s), backward(s)
     for batch, tokens, keys in ((1, 1, 8192), (1, 1, 131072), (1, 8, 8192), (1, 16, 8192), (32, 16, 8192)):

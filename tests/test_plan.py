@@ -600,6 +600,93 @@ def test_the_time_of_many_tiles_is_that_of_the_few_prolonged():
     assert times == sorted(times)
 
 
+def _window(batch, tokens, heads, kv_heads, dim, window, keys=None, **fields):
+    s = Shape(batch, heads, kv_heads, tokens, keys or tokens, dim, dim, 2, 2, True, window - 1, 0)
+    return s._replace(**fields)
+
+
+def _heads(plan):
+    return plan.step("attention_fwd_kernel").constants.get("HEADS", 1)
+
+
+def test_tiles_of_windows_hold_each_query_of_each_head_once():
+    """Of as many heads as are asked for, if that many share keys."""
+    r, seen = random.Random(9), Counter()
+    for _ in range(400):
+        group, kv_heads, heads = r.choice((1, 2, 3, 4, 6, 7, 8, 12, 16)), r.choice((1, 2, 5)), r.choice((1, 2, 4, 8))
+        tokens, keys = r.randint(1, 3000), r.randint(400, 3000)
+        s = _window(r.choice((1, 3)), tokens, group * kv_heads, kv_heads, r.choice((64, 80, 128, 192, 256)), 300, keys)
+        consumers, block_n = r.choice(((2, 64), (2, 128), (3, 128), (4, 64))) if s.dim == 64 else (2, 64)
+        step = hopper_forward(s, SM90, HopperConfig(consumers, block_n, 2, heads=heads)).step("attention_fwd_kernel")
+        many = math.gcd(heads, group)
+        assert step.constants.get("HEADS", 1) == many and step.shared_memory <= SM90.shared_memory
+        for name, tile in step.tensors.items():
+            if name.endswith("_desc") and tile is not None:
+                ours = name.startswith(("q", "out"))
+                assert (tile.heads, tile.rows) == ((many, 64 // many) if ours else (1, block_n))
+        n, positions = step.numbers, 64 * consumers // many
+        assert (n["heads"], n["rows"], n["group"]) == (s.heads // many, s.rows // many, group // many)
+        assert (n["blocks"] - 1) * positions < tokens <= n["blocks"] * positions and n["section"] >= 1
+        packs = (schedule.numbered(i, n["blocks"], n["section"], n["rows"]) for i in range(n["blocks"] * n["rows"]))
+        assert set(packs) == set(itertools.product(range(n["blocks"]), range(n["rows"])))
+        seen[many] += 1
+    assert set(seen) == {1, 2, 4, 8}
+
+
+def test_heads_share_a_tile_where_that_spares_steps():
+    for s in (_window(2, 2592, 8, 1, 256, 512), _window(2, 4096, 8, 4, 256, 1024), _window(2, 4096, 8, 2, 256, 128)):
+        found = _heads(forward(s))
+        assert found > 1 and f"of each of {found} heads that share keys, since the predicted steps" in str(forward(s))
+        alone = hopper_forward(s, SM90, HopperConfig(2, 64, 2, heads=1))
+        assert _heads(alone) == 1 and "the queries of 1 heads, the configuration's 1" in str(alone)
+    assert _heads(forward(_window(1, 8192, 32, 8, 128, 4096))) == 1  # as many steps either way
+    assert _heads(forward(_window(2, 2592, 7, 1, 256, 512))) == _heads(forward(_window(2, 2592, 8, 8, 256, 512))) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"documents": 3, "batch": 1}, "documents end inside a tile"),
+        ({"dropout": True, "dim": 128, "value_dim": 128}, "dropout draws by the head"),
+        ({"out_fp32": True}, "out in fp32 is stored by the head"),
+        (
+            {"lists": 1, "block_q": 128, "block_k": 128, "dim": 128, "value_dim": 128},
+            "block lists name keys by the head",
+        ),
+    ],
+)
+def test_other_calls_with_a_window_have_tiles_of_one_head(fields, why):
+    s = _window(2, 2592, 8, 1, 256, 512)._replace(**fields)
+    plan = hopper_forward(s, SM90, HopperConfig(2, 64, 2, heads=8))
+    assert _heads(plan) == 1 and f"a tile holds the queries of one head: {why}" in str(plan)
+
+
+def test_steps_of_windows_are_those_of_the_busiest_consumer():
+    """Counted block by block; with few tiles of keys in flight, consumers that skip wait for each other."""
+    r, skipped = random.Random(4), 0
+    for _ in range(200):
+        tokens, keys, left = r.randint(1, 1500), r.randint(1, 1500), r.randint(0, 700)
+        right, consumers, part = r.choice((None, 0, 40)), r.choice((2, 3, 4)), r.choice((8, 16, 32, 64))
+        block_n, block_m = 64, consumers * part
+        sizes = tokens, keys, block_m, block_n, left, right
+        all_blocks = schedule.seen_steps(*sizes)
+        assert schedule.window_steps(*sizes, consumers, 2) == all_blocks
+        found = schedule.window_steps(*sizes, consumers, 6)
+        skips = block_n <= block_m - part
+        for tile, steps in enumerate(found):
+            begin, counts = max(min(tile * block_m + keys - tokens - left, keys - 1), 0), [1]
+            for c in range(consumers):
+                met = set()
+                for query in range(tile * block_m + c * part, min(tile * block_m + (c + 1) * part, tokens)):
+                    at = query + keys - tokens
+                    end = keys if right is None else min(keys, at + right + 1)
+                    met |= {(key - begin) // block_n for key in range(max(at - left, 0), end)}
+                counts.append(len(met))
+            assert steps == (max(counts) if skips else all_blocks[tile]) and steps <= all_blocks[tile]
+            skipped += steps < all_blocks[tile]
+    assert skipped > 50
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4, 16, 64, 500])
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 20, 48, 64, 71])
 def test_squares_of_a_split_hold_every_row(group, tokens):

@@ -11,6 +11,7 @@ from tilesmith import ops
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import triton_missing
+from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
 from tilesmith.validate.cases import check_each
 
 if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
@@ -83,4 +84,20 @@ def test_groups_whose_parts_have_tiles_of_their_own(name):
     parts = next(n for n in range(2, group + 1) if group % n == 0)
     pins = {"attention": "hopper", "attention_vjp": f"hopper:group_parts={parts}"}
     result = next(check_each(op, ("hopper",), case, "cuda", torch.bfloat16, pinned=pins))
+    assert result.passed and not result.message, result.message
+
+
+def _packs():
+    """Windows of groups, and each number of heads whose queries a tile may hold."""
+    for name, (sizes, _) in WINDOW_PACKED.items():
+        group = sizes[1] // sizes[2]
+        yield from ((name, heads) for heads in (2, 4, 8) if group % heads == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("name", "heads"), _packs())
+def test_tiles_of_windows_that_hold_queries_of_several_heads(name, heads, dtype):
+    op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
+    pins = {"attention": f"hopper:heads={heads}", "attention_vjp": "hopper"}
+    result = next(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pins))
     assert result.passed and not result.message, result.message

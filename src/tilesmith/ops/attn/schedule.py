@@ -92,6 +92,29 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
     return found
 
 
+def window_steps(
+    tokens: int, keys: int, block_m: int, block_n: int, left: int, right: int | None, consumers: int, stages: int
+) -> list[int]:
+    """`seen_steps` of a window. Consumers leave out blocks that only others see (SKIP of `Walk`) and so are some blocks
+    apart: where the `stages` tiles of keys hold these and one on its way, a tile's steps are those of its busiest
+    consumer."""
+    shift, part = keys - tokens, block_m // consumers
+    apart = (block_m - part) // block_n
+    if apart == 0 or stages < apart + 2:
+        return seen_steps(tokens, keys, block_m, block_n, left, right)
+    found = []
+    for tile in range(0, tokens, block_m):
+        begin = max(min(tile + shift - left, keys - 1), 0)
+        made = [1]
+        for start in range(tile, min(tile + block_m, tokens), part):
+            last = min(start + part, tokens) - 1
+            end = keys if right is None else min(keys, last + shift + right + 1)
+            first = max(min(start + shift - left, keys - 1), 0)
+            made.append(cdiv(end - begin, block_n) - (first - begin) // block_n)
+        found.append(max(made))
+    return found
+
+
 def key_steps(
     tokens: int, keys: int, block_m: int, block_n: int, q_begin: int, k_begin: int, left: int | None, right: int | None
 ) -> list[int]:
@@ -159,6 +182,34 @@ def tiles_time(steps: Sequence[int], heads: int, ctas: int, start: float, tile: 
         return start + total / ctas + tile + min(steps) * step
     longest_first = sorted(steps, reverse=True)
     return start + makespan((n * step for n in longest_first for _ in range(heads)), ctas, tile)
+
+
+TILE_HEADS = (1, 2, 4, 8)  # a tile of 64 queries has at least the 8 positions that are a box of the swizzle
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_heads_times(
+    rows: int, group: int, tokens: int, keys: int, left: int, right: int | None, tile: tuple[int, int, int], ctas: int
+) -> dict[int, float]:
+    """The predicted time of a windowed forward, in steps, by the query heads that share keys whose queries one tile
+    holds. A tile of many heads has few positions, whose windows reach over fewer keys; and the last tile of few
+    positions is cut less.
+
+    rows: batch * heads. group: query heads that share keys. tile: its consumers, its keys, and how many tiles of keys
+    are in flight.
+    """
+    consumers, block_n, stages = tile
+    times = {}
+    for heads in TILE_HEADS:
+        if group % heads == 0:
+            steps = window_steps(tokens, keys, 64 * consumers // heads, block_n, left, right, consumers, stages)
+            times[heads] = tiles_time(steps, rows // heads, ctas, 0.0, TILE, 1.0)
+    return times
+
+
+def tile_heads_of(times: dict[int, float]) -> int:
+    """The fewest heads whose predicted time is within 2 % of the shortest."""
+    return next(heads for heads, time in times.items() if time <= NEAR * min(times.values()))
 
 
 LAUNCH = 2.0  # what one more launch costs, in steps

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilesmith.engine import Case, T
 from tilesmith.ops.attn.cases import decode as decode_cases
 from tilesmith.ops.attn.cases import fp8 as fp8_cases
+from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
 
 SMALL = frozenset({"test", "interpret"})
 TEST = frozenset({"test"})
@@ -434,6 +435,8 @@ ATTENTION = [
     Case("d64_both_sides", _attend(1, 8, 8, 700, 900, 64, window_left=70, window_right=33), GPU, HALF),
     Case("fp32_tiles", _attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
     Case("window_tiles", _attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),
+    *(Case(name, _attend(*sizes, init=_tokens_first, **options), GPU, HALF)
+      for name, (sizes, options) in WINDOW_PACKED.items()),
     Case("packed_tiles", _attend(
         1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
         cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),

@@ -73,7 +73,8 @@ def _produce(parts, descs, counter, table, lists, indices):
                 for c in gl.static_range(walk.CONSUMERS):
                     box = turn % walk.Q_STAGES * walk.CONSUMERS + c
                     mbarrier_wait(q_empty.index(box), ((turn // walk.Q_STAGES) & 1) ^ 1)
-                    q_corner = corner(q_place, head + c * other, start + c * apart, tokens, walk.PACKED)
+                    first_head = (head + c * other) * walk.HEADS
+                    q_corner = corner(q_place, first_head, start + c * apart, tokens, walk.PACKED)
                     load_tile(
                         q_desc, q_rest_desc, q_corner, q_full.index(box), q.index(box), q_rest.index(box), walk.REST,
                         walk.PACKED,
@@ -220,6 +221,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     PHASES: gl.constexpr = 3 if whole.LEFT else 2
+    LAST: gl.constexpr = 64 // whole.HEADS - 1  # from the position of the first row to that of the last
     count = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     drop = load_dropout(dropout, whole.keys, DROPOUT_FORM)
@@ -237,13 +239,13 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         before_right = gl.to_tensor(0)
         behind_left = gl.to_tensor(0)
         if walk.SKIP:
-            seen = gl.maximum(walk.end(gl.minimum(start + 63, tokens - 1)) - begin, 1)
+            seen = gl.maximum(walk.end(gl.minimum(start + LAST, tokens - 1)) - begin, 1)
             before_right = gl.maximum(blocks - (seen + BN - 1) // BN, 0)
             count = _skip_blocks(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, walk.TURNS)
             behind_left = gl.minimum((walk.begin(start) - begin) // BN, blocks - before_right - 1)
             begin += behind_left * BN
             blocks -= before_right + behind_left
-        queries = start + gl.arange(0, 64, ROW)
+        queries, heads = walk.queries(start, ROW)
         dropping = drop
         if dropout is not None:
             if walk.PACKED:
@@ -307,7 +309,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         else:
             right = gl.minimum(gl.maximum(blocks - gl.maximum(walk.end(start) - begin, 0) // BN, 1), blocks)
             if walk.LEFT:
-                left = blocks - (walk.begin(start + 63) - begin + BN - 1) // BN
+                left = blocks - (walk.begin(start + LAST) - begin + BN - 1) // BN
                 left = gl.minimum(gl.maximum(left, right), blocks)
         for phase in gl.static_range(PHASES):
             if phase == 0:
@@ -346,14 +348,15 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         v_tile_rest = rest_tile(v_rest, t, v_tile, walk.V_REST)
         acc_made, rest_made = add_products(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk.V_REST)
         count += 1
-        factor, lse = finish_softmax(top, total, head, sinks_ptr)
+        first_head = head * walk.HEADS
+        factor, lse = finish_softmax(top, total, first_head + heads, sinks_ptr)
         if dropout is not None:
             factor *= drop.scale
         if walk.PACKED:
             row = head.to(gl.int64) * whole.tokens + (q_place - tokens)
         else:
-            row = (q_place * walk.heads + head).to(gl.int64) * tokens
-        gl.store(lse_ptr + row + queries, lse, mask=queries < tokens)
+            row = ((q_place * walk.heads + head) * walk.HEADS).to(gl.int64) * tokens
+        gl.store(lse_ptr + row + heads * tokens + queries, lse, mask=queries < tokens)
         acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
         mbarrier_arrive(v_empty.index(t))
         if walk.SKIP and walk.LEFT:
@@ -363,7 +366,8 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
             tma_store_wait(0)
         row = inside(start, tokens, walk.PACKED)
         start_write(acc, acc_rest, out_descs[0], out_descs[1], outs[0].index(C), outs[1].index(C),
-                    (to[0], to[1], tokens), q_place, head, row, walk.V_REST, DIM_V, dtype, walk.PACKED)  # fmt: skip
+                    (to[0], to[1], tokens), q_place, first_head, row, walk.V_REST, DIM_V, dtype,
+                    walk.PACKED)  # fmt: skip
         if OUT_IN_Q:
             tma_store_wait(0)
             mbarrier_arrive(q_empty.index(box))
@@ -385,16 +389,17 @@ def attention_fwd_kernel(
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
     k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None, out_rest_desc=None,
-    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0,
+    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Tiles of CONSUMERS * 64 queries of one head. table: tiles of documents (`query_tiles_kernel`), the order of the
-    lists' tiles, or None. lists: tiles of block lists of LIST_K keys (`list_tiles_kernel`), or None with LIST_K 0;
-    indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is the factor before tanh and scale that behind
-    it. WHOLE: every query sees every key, in whole blocks. D, DV: head dims, up to 64, 128 or 256; columns behind a
-    tensor's own are zeros. REST, V_REST: columns of q and k behind D, and of v and out behind DV, which have tiles of
-    their own (`columns`). STREAM_K: tiles behind the last whole round are left to `attention_fwd_stream_k_kernel`.
-    dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None; DROPOUT_FORM: RARE, SHORT and EVEN of
-    `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored from registers; out_desc is None."""
+    """Tiles of CONSUMERS * 64 queries of HEADS heads that share keys (`Walk`). table: tiles of documents
+    (`query_tiles_kernel`), the order of the lists' tiles, or None. lists: tiles of block lists of LIST_K keys
+    (`list_tiles_kernel`), or None with LIST_K 0; indices: theirs. scale: of q . k, times log2(e); with SOFTCAP inner is
+    the factor before tanh and scale that behind it. WHOLE: every query sees every key, in whole blocks. D, DV: head
+    dims, up to 64, 128 or 256; columns behind a tensor's own are zeros. REST, V_REST: columns of q and k behind D, and
+    of v and out behind DV, which have tiles of their own (`columns`). STREAM_K: tiles behind the last whole round are
+    left to `attention_fwd_stream_k_kernel`. dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None;
+    DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored
+    from registers; out_desc is None."""
     if STREAM_K:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
@@ -403,13 +408,14 @@ def attention_fwd_kernel(
     gl.static_assert(not STREAM_K or (WINDOWLESS and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
+    gl.static_assert(HEADS == 1 or (LEFT and not PACKED and dropout is None and out_ptr is None))
     OUT_IN_Q: gl.constexpr = D == DV and D + REST > 128 and out_ptr is None  # out takes the place of q
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF,
-        V_STAGES, STREAM_K, REST, V_REST,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64 // HEADS, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
+        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)

@@ -14,7 +14,9 @@ class Walk:
     ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
     the last block that they see the first of two consumers sees but the first half, and any of three may, and all
     consumers see every other block whole. STREAM_K: CTAs make whole rounds of tiles; those left over are
-    divided (`stream_k`). REST, V_REST: columns of queries and keys behind D, of values behind DV (`columns`).
+    divided (`stream_k`). REST, V_REST: columns of queries and keys behind D, of values behind DV (`columns`). HEADS: of
+    q that a tile holds the queries of, one head's rows after another's; then heads, rows, section and group count packs
+    of so many, and BM is a tile's positions.
     """
 
     tokens: gl.tensor
@@ -48,12 +50,13 @@ class Walk:
     STREAM_K: gl.constexpr
     REST: gl.constexpr
     V_REST: gl.constexpr
+    HEADS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
-        STREAM_K=False, REST=0, V_REST=0,
+        STREAM_K=False, REST=0, V_REST=0, HEADS=1,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -65,9 +68,9 @@ class Walk:
         self.V_STAGES = gl.constexpr(V_STAGES or STAGES)
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
         self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
-        self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN <= 64 * (CONSUMERS - 1))
+        self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN * HEADS <= 64 * (CONSUMERS - 1))
         self.STREAM_K = gl.constexpr(STREAM_K)
-        self.REST, self.V_REST = gl.constexpr(REST), gl.constexpr(V_REST)
+        self.REST, self.V_REST, self.HEADS = gl.constexpr(REST), gl.constexpr(V_REST), gl.constexpr(HEADS)
 
     @gluon.jit
     def tiles(self):
@@ -105,7 +108,7 @@ class Walk:
         tiles end where the queries do, to 64, so that the one with fewer is that of the first queries, which see the
         fewest keys; it makes some of the next one's again. In documents, where the last queries fill half a tile, they
         are made for two heads of a group, and the second head's tile makes the first queries' again."""
-        apart, other = 64, 0
+        apart, other = 64 // self.HEADS, 0
         if self.RIGHT and not self.LEFT and not self.PACKED and self.LIST_K == 0:
             start = gl.maximum(start - (self.blocks * self.BM - self.tokens) // 64 * 64, 0)
         if self.RIGHT and not self.LEFT and self.PACKED and self.CONSUMERS == 2:
@@ -122,8 +125,18 @@ class Walk:
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
             self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
-            self.V_STAGES, self.STREAM_K, self.REST, self.V_REST,
+            self.V_STAGES, self.STREAM_K, self.REST, self.V_REST, self.HEADS,
         )  # fmt: skip
+
+    @gluon.jit
+    def queries(self, start, LAYOUT: gl.constexpr):
+        """The positions of a consumer's 64 rows, of which the first is `start`, and their heads of the pack."""
+        row = gl.arange(0, 64, LAYOUT)
+        if self.HEADS == 1:
+            queries, heads = start + row, 0
+        else:
+            queries, heads = start + row % (64 // self.HEADS), row // (64 // self.HEADS)
+        return queries, heads
 
     @gluon.jit
     def end(self, query):

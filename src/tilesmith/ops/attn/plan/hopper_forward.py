@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,17 @@ from tilesmith.ops.attn.plan.tables import (
     STREAM_K_STEPS_ALONE,
     TileTime,
 )
-from tilesmith.ops.attn.schedule import NEAR, even_makespan, run_of, seen_steps, stream_k_ctas, tiles_time
+from tilesmith.ops.attn.schedule import (
+    NEAR,
+    TILE_HEADS,
+    even_makespan,
+    run_of,
+    seen_steps,
+    stream_k_ctas,
+    tile_heads_of,
+    tile_heads_times,
+    tiles_time,
+)
 
 CHUNK = 16  # tiles that a CTA of the kernels that make tables finds places for at once
 TABLE_SPAN = 256
@@ -167,7 +178,9 @@ def _chosen_tiles(s: Shape, config: HopperConfig, window: Window, wide: int, arc
     times = {t: us for t, us in found.items() if t.consumers == config.consumers} or found
     chosen = next(tiles for tiles, time in times.items() if time <= NEAR * min(times.values()))
     told = ", ".join(f"{64 * t.consumers} x {t.block_n} {us:.0f} µs" for t, us in times.items())
-    return chosen._replace(stages=config.stages or chosen.stages), f"predicted times of tiles on an H200: {told}"
+    return chosen._replace(
+        stages=config.stages or chosen.stages, heads=config.heads
+    ), f"predicted times of tiles on an H200: {told}"
 
 
 def _within_lists(s: Shape, config: HopperConfig) -> HopperConfig:
@@ -179,6 +192,33 @@ def _within_lists(s: Shape, config: HopperConfig) -> HopperConfig:
     if config.block_n > 64 and s.block_k % 128:
         config = config._replace(block_n=64, stages=2 * config.stages, v_stages=2 * config.v_stages)
     return config
+
+
+def _tile_heads(s: Shape, config: HopperConfig, window: Window, arch: Any) -> tuple[int, str]:
+    """How many heads' queries a tile holds, and why."""
+    if not window.hides_left or s.group == 1:
+        return 1, ""
+    other = {
+        "documents end inside a tile": s.packed, "block lists name keys by the head": s.lists > 0,
+        "dropout draws by the head": s.dropout, "out in fp32 is stored by the head": s.out_fp32,
+    }  # fmt: skip
+    for why, there in other.items():
+        if there:
+            return 1, f"window: a tile holds the queries of one head: {why}"
+    if config.heads:
+        heads = math.gcd(config.heads, s.group, max(TILE_HEADS))
+        return heads, f"window: a tile holds the queries of {heads} heads, the configuration's {config.heads}"
+    tile, right = (config.consumers, config.block_n, config.stages), window.right if window.hides_right else None
+    times = tile_heads_times(s.rows, s.group, s.tokens, s.keys, window.left, right, tile, arch.sms)
+    heads = tile_heads_of(times)
+    rows = 64 * config.consumers
+    held = (
+        f"{rows // heads} queries of each of {heads} heads that share keys"
+        if heads > 1
+        else f"{rows} queries of one head"
+    )
+    told = ", ".join(f"{n}: {time:.0f}" for n, time in times.items())
+    return heads, f"window: a tile holds {held}, since the predicted steps by the heads are {told}"
 
 
 @lru_cache(maxsize=1024)
@@ -200,19 +240,20 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         if within != config:
             reasons.append("block lists: tiles of two consumers whose blocks divide the lists'")
         config = within
-    block_m = 64 * config.consumers
+    heads, why = _tile_heads(s, config, window, arch)
+    block_m = 64 * config.consumers // heads
     tables = Tables(cdiv(s.tokens, block_m))
     if s.packed:
         tables = query_tables(s, window, block_m)
         reasons.append("documents: a table of tiles, the most work first, made on the device from cu_seqlens")
     if s.lists:
         tables = _list_tables(s, window.hides_right, block_m, config.block_n)
-    tiles = tables.blocks * s.rows
+    tiles = tables.blocks * s.rows // heads
     division = _division(s, config, tiles, window, wide, arch)
     alike = not (window.hides_left or window.hides_right or s.packed or s.lists)
     together = heads_together(s, arch.l2, alike or (s.lists > 0 and not window.hides_right))
     steps, scratch = list(tables.steps), list(tables.scratch)
-    call = _Call(s, arch, config, window, tables, division, together, alike)
+    call = _Call(s, arch, config, window, tables, division, together, alike, heads)
     if division.undivided:
         steps.append(_tiles(call))
     if division.ctas:
@@ -220,10 +261,10 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         shape = consumers * (division.ctas + tiles - division.undivided), 64 * (value_wide + 2)
         scratch.append(Buffer("stream_k_parts", shape, "float32"))
         steps.append(_stream_k(call))
-    reasons += [_walk_reason(together, s, alike), division.reason, *_tile_reasons(steps, config)]
+    reasons += [_walk_reason(together, s, alike), division.reason, why, *_tile_reasons(steps, config)]
     reasons += ["out in fp32 is stored from registers"] if s.out_fp32 else []
     return Plan(
-        "attention", "hopper", tuple(steps), (block_m, config.block_n), config.stages, config.consumers,
+        "attention", "hopper", tuple(steps), (64 * config.consumers, config.block_n), config.stages, config.consumers,
         _walk_reason(together, s, alike), "stream-K" if division.ctas else "", division.ctas or 1, True,
         tuple(scratch), q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
     )  # fmt: skip
@@ -238,21 +279,25 @@ class _Call(NamedTuple):
     division: Division
     together: int
     alike: bool
+    heads: int
 
     def sizes(self) -> dict[str, int]:
-        s = self.s
+        s, many = self.s, self.heads
         return {
-            "tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": self.tables.blocks, "rows": s.rows,
-            "section": self.together, "right": self.window.right, "group": s.group,
+            "tokens": s.tokens, "keys": s.keys, "heads": s.heads // many, "blocks": self.tables.blocks,
+            "rows": s.rows // many, "section": self.together // many, "right": self.window.right,
+            "group": s.group // many,
         }  # fmt: skip
 
     def tensors(self) -> dict[str, Any]:
-        rows, found = {"q": 64, "k": self.config.block_n, "v": self.config.block_n, "out": 64}, {}
+        squares = 64 // self.heads
+        rows, found = {"q": squares, "k": self.config.block_n, "v": self.config.block_n, "out": squares}, {}
         for name, of_keys in (("q", True), ("k", True), ("v", False), ("out", False)):
             wide, rest = key_parts(self.s.dim) if of_keys else value_parts(self.s.value_dim)
-            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, 1, wide if rest else 0)
+            heads = self.heads if name in ("q", "out") else 1
+            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, heads, wide if rest else 0)
             if rest:
-                found[f"{name}_rest_desc"] = Tile(name, rows[name], self.s.packed, 1, rest)
+                found[f"{name}_rest_desc"] = Tile(name, rows[name], self.s.packed, heads, rest)
         if self.s.out_fp32:
             found.pop("out_rest_desc", None)
             found |= {"out_desc": None, "out_ptr": "out", **same("out_strides")}
@@ -280,7 +325,7 @@ def _tiles(call: _Call) -> Step:
     constants = {
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
         "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists),
-        "STREAM_K": call.division.ctas > 0, **call.kinds(),
+        "STREAM_K": call.division.ctas > 0, **({"HEADS": call.heads} if call.heads > 1 else {}), **call.kinds(),
         **dropout_constants(s),
     }  # fmt: skip
     tensors = call.tensors() | {
