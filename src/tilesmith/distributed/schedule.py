@@ -9,19 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
 from tilesmith.distributed.pieces import Call, Sight, apart, calls, pieces, seen, spans
 
 HeadRange = tuple[int, int]
-
-
-class HeadPart(NamedTuple):
-    """Some of the kv heads, and the query heads that read them."""
-
-    q: HeadRange
-    kv: HeadRange
 
 
 @dataclass(frozen=True)
@@ -121,31 +113,6 @@ def shared_heads(heads: int, kv_heads: int, degree: int, slot: int) -> tuple[Hea
         )
     first = slot * mine
     return (first, first + mine), (first // group, (first + mine - 1) // group + 1)
-
-
-ROOM = 2.2  # shards of keys and values that a ring may hold beside q, k, v, out and lse
-LEAST_PAIRS = 1 << 32  # of a query and a key: 3.5 ms on an H200 at head dim 128, 300 times what a call takes beside it
-
-
-def head_parts(
-    heads: int, kv_heads: int, tokens: int, dim: int, value_dim: int, itemsize: int
-) -> tuple[HeadPart, ...]:  # fmt: skip
-    """The parts of the heads that a ring works on, one after another, so that what it holds is that of a part.
-
-    Beside its own keys a rank holds those that it uses, those that arrive and a copy of those that it sends; for
-    gradients, in fp32, those of its own keys, of a stage's, a copy of these to be sent, and those that arrive; and two
-    results or gradients of queries in fp32, the sum and a call's. As few parts as keep all that to `ROOM`, or as many
-    as there are kv heads; but a part's heads have `LEAST_PAIRS` pairs of a rank's tokens: shorter shards need little
-    memory, and more calls would take longer. tokens: of a rank; itemsize: bytes of an element of q.
-    """
-    shard, wide = kv_heads * (dim + value_dim) * itemsize, max(4, itemsize)
-    gradients = 4 * kv_heads * (dim + value_dim) * wide
-    wanted = (3.0 + (gradients + 2 * heads * max(dim, value_dim) * wide) / shard) / ROOM
-    most = max(1, heads * tokens * tokens // LEAST_PAIRS)
-    able = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= most]
-    count = next((n for n in able if n >= wanted), able[-1])
-    some, some_kv = heads // count, kv_heads // count
-    return tuple(HeadPart((i * some, (i + 1) * some), (i * some_kv, (i + 1) * some_kv)) for i in range(count))
 
 
 def _head_moves(
