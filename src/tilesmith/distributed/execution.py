@@ -15,7 +15,7 @@ from torch import Tensor
 from tilesmith.distributed.gradients import gradients, sinks_gradient
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.pieces import Call
-from tilesmith.distributed.schedule import Stage, Transfer
+from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
 from tilesmith.distributed.travel import (
     Shards,
@@ -24,7 +24,6 @@ from tilesmith.distributed.travel import (
     by_token,
     cut,
     of_part,
-    parcels,
     post_back,
     through,
     to_begin,
@@ -81,7 +80,7 @@ def _regrouped(work: Work, shards: Shards) -> Shards:
     return {r: (*q[r], *kv[r]) for r in shards}
 
 
-def _gathered(work: Work, moves: Sequence[Transfer], shards: Shards, step: str) -> dict[int, list[Tensor]]:
+def _gathered(work: Work, moves: Moves, shards: Shards, step: str) -> dict[int, list[Tensor]]:
     """What the moves bring each rank, as [B, heads, tokens of the group, D]."""
     heads = {move.target: move.heads[1] - move.heads[0] for move in moves}
     into = {}
@@ -89,12 +88,12 @@ def _gathered(work: Work, moves: Sequence[Transfer], shards: Shards, step: str) 
         count, tokens = heads.get(r, 0), work.schedule.tokens(r)
         into[r] = [x.new_empty(tokens, x.shape[0], count, x.shape[3]) for x in tensors]
     sent = {r: [by_token(x) for x in tensors] for r, tensors in shards.items()}
-    work.ring.wait(work.post(parcels(work.ring, moves, sent, into), step))
+    work.ring.wait(work.move(moves, sent, into, step))
     return {r: [by_head(x) for x in tensors] for r, tensors in into.items()}
 
 
 def _returned(
-    work: Work, moves: Sequence[Transfer], tensors: Shards, heads: Mapping[int, int], step: str,
+    work: Work, moves: Moves, tensors: Shards, heads: Mapping[int, int], step: str,
     fill: Sequence[float] = (0.0, 0.0),
 ) -> dict[int, list[Tensor]]:  # fmt: skip
     """The reverse of `_gathered`; a head that several ranks held gets their sum, in fp32. fill: of padding."""

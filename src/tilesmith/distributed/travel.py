@@ -17,7 +17,7 @@ from tilesmith.distributed.kernels import Kernel, Terms
 from tilesmith.distributed.parts import HeadPart
 from tilesmith.distributed.pieces import Call
 from tilesmith.distributed.ring import Answer, Parcel, Ring
-from tilesmith.distributed.schedule import Schedule, Stage, Transfer
+from tilesmith.distributed.schedule import Moves, Schedule, Stage, Transfer
 
 Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
 
@@ -39,15 +39,17 @@ class Work:
     answer: Answer | None = None
     early: bool = False
 
-    def post(self, parcels: Sequence[Parcel], step: str) -> Any:
-        """Begin to move parcels, when all ranks agree.
+    def move(self, moves: Moves, sent: Shards, into: Shards, step: str) -> Any:
+        """Begin to move tokens, when all ranks agree; sent, into: [T, B, heads, D].
 
         Not before: what a rank of another shape or call receives or sends has another size or order, on which gloo
         closes the connection, and for which NCCL's kernels wait on the device, where nothing can call them back.
         """
         if self.answer is not None:
             self.answer()
-        return self.ring.post(parcels, step)
+        through_memory = getattr(self.ring, "move", None)
+        posted = None if through_memory is None else through_memory(moves, sent, into, step)
+        return self.ring.post(parcels(self.ring, moves, sent, into), step) if posted is None else posted
 
     @property
     def comparing(self) -> bool:
@@ -77,26 +79,18 @@ def parcels(ring: Ring, moves: Sequence[Transfer], sent: Shards, into: Shards) -
 Landing = list[tuple[Transfer, list[Tensor]]]
 
 
-def post_back(work: Work, moves: Sequence[Transfer], given: Shards, step: str) -> tuple[Any, Landing]:
+def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, Landing]:
     """Begin to send what ranks computed for others' tokens back to them."""
-    ring, parcels, landing = work.ring, [], []
+    back = moves.back
     sent = {r: [by_token(x) for x in tensors] for r, tensors in given.items()}
-    for move in moves:
-        here, there = move.target in ring.ranks, move.source in ring.ranks
-        if not (here or there):
-            continue
-        arriving = []
-        for i, like in enumerate(sent[move.source if there else move.target]):
-            give = sent[move.target][i][move.to : move.to + move.tokens] if here else None
-            take = None
-            if there:
-                many = like.shape[2] if move.heads is None else move.heads[1] - move.heads[0]
-                take = like.new_empty(move.tokens, like.shape[1], many, like.shape[3])
-                arriving.append(take)
-            parcels.append(Parcel(move.target, move.source, give, take))
-        if there:
-            landing.append((move, arriving))
-    return work.post(parcels, step), landing
+    into = {r: [x.new_empty(back.landed.get(r, 0), *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
+    posted = work.move(back, sent, into, step)
+    landing = [
+        (move, [x[way.to : way.to + way.tokens] for x in into[move.source]])
+        for move, way in zip(moves, back)
+        if move.source in into
+    ]
+    return posted, landing
 
 
 def through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
@@ -134,7 +128,7 @@ def fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict[
     for r, tensors in sent.items():
         tokens = sum(stop - start for start, stop in stage.held[r])
         into[r] = [x.new_empty(tokens, *x.shape[1:]) for x in tensors]
-    return work.post(parcels(work.ring, stage.transfers, sent, into), step), into
+    return work.move(stage.transfers, sent, into, step), into
 
 
 def to_begin(work: Work, shards: Shards) -> tuple[dict[int, Terms], dict[int, int]]:
