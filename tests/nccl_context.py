@@ -60,7 +60,8 @@ def check_memory_of_all():
         for mode in ("allgather", "ring", "ulysses"):
             found = []
             for ring in (by_nccl, by_engine):
-                outs = [context_parallel_attention(*mine, ring, CAUSAL, mode=mode, layout=layout)[0] for _ in range(5)]
+                named = {"mode": mode, "layout": layout, "deterministic": True}
+                outs = [context_parallel_attention(*mine, ring, CAUSAL, **named)[0] for _ in range(5)]
                 found.append([*outs, *torch.autograd.grad(sum(x.sum() for x in outs), mine)])
             for x, y in zip(*found, strict=True):
                 assert torch.equal(x, y), (tokens, mode)
