@@ -299,10 +299,14 @@ def _errors(size, mode, kernel):
     return [float((g - e).norm() / e.norm()) for g, e in zip(made, exact)]
 
 
-@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses", "hybrid"])
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ring, in parts", "ulysses", "hybrid"])
 def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
-    """Results and gradients in fp32 lose nothing to several ranks. Of kernels that round them, each rank's rounding and
-    the sum's have half of the variance each, about: what travels and what is added loses nothing more."""
+    """Results and gradients in fp32 lose nothing to several ranks, nor to parts of the heads. Of kernels that round
+    them, each rank's rounding and the sum's have half of the variance each, about: what travels and what is added loses
+    nothing more."""
+    mode, _, divided = mode.partition(", ")
+    if divided:
+        monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(Splits(Split(2), Split(2, 2))))
     monkeypatch.setitem(KERNELS, "rounding", _Rounding())
     for kernel, most in (("tilesmith", 1.02), ("rounding", 1.15 * 2**0.5)):
         one = _errors(1, mode, kernel)
@@ -310,14 +314,17 @@ def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
             assert all(e <= most * o for e, o in zip(_errors(size, mode, kernel), one)), (kernel, size)
 
 
-def test_rows_that_see_nothing():
-    """Empty documents, ranks without a visible key and NaN in what nobody sees."""
+@pytest.mark.parametrize("divided", [False, True])
+def test_rows_that_see_nothing(divided, monkeypatch):
+    """Empty documents, ranks without a visible key and NaN in what nobody sees; also where heads come in parts."""
+    if divided:
+        monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(Splits(Split(2), Split(2))))
     starts = (0, 0, 4, 4)
     layout = Layout.contiguous(16, 4)  # three ranks hold tokens behind the last document
     q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
     k[:, :, 4:], v[:, :, 4:] = float("nan"), float("nan")
     shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(4)] for x in (q, k, v)]
-    for mode in ("allgather", "ring", "hybrid"):
+    for mode in ("ring",) if divided else ("allgather", "ring", "hybrid"):
         outs, lses = context_parallel_attention(
             *shards, LocalRing(4), ops.Mask(causal=True), mode=mode, degree=2 if mode == "hybrid" else None,
             layout=layout, cu_seqlens=starts,

@@ -22,7 +22,7 @@ from tilesmith.ops.attn.plan import Shape
 
 SM90 = cost.MACHINES["sm90"]
 CAUSAL = ops.Mask(causal=True)
-HEADS = [(16, 16), (32, 8), (64, 8)]
+HEADS = [(16, 16), (32, 8), (64, 8), (40, 8)]
 
 
 class _Peak(TorchDispatchMode):
@@ -133,13 +133,16 @@ def test_more_ranks_hold_no_more(heads, kv_heads, hopper):
 
 def test_parts():
     assert splits(16, 4) == [Split(1), Split(2), Split(4), Split(4, 2), Split(4, 4)]
+    assert splits(10, 2) == [Split(1), Split(2), Split(2, 2), Split(2, 3), Split(2, 5)]
+    thirds = [HeadPart((0, 1), (0, 1)), HeadPart((1, 3), (0, 1)), HeadPart((3, 5), (0, 1))]
+    assert list(head_parts(10, 2, Split(2, 3)))[:3] == thirds
     assert head_parts(8, 2, Split()) == (HeadPart((0, 8), (0, 2)),)
     halves = [HeadPart((0, 2), (0, 1)), HeadPart((2, 4), (0, 1)), HeadPart((4, 6), (1, 2)), HeadPart((6, 8), (1, 2))]
     assert list(head_parts(8, 2, Split(2, 2))) == halves
-    for split in splits(24, 6):  # each query head once, beside the kv head that it reads
-        found = head_parts(24, 6, split)
-        assert len(found) == split.parts and [h for part in found for h in range(*part.q)] == list(range(24))
-        assert all(part.kv[0] <= h // 4 < part.kv[1] for part in found for h in range(*part.q))
+    for split in splits(30, 6):  # each query head once, beside the kv head that it reads
+        found = head_parts(30, 6, split)
+        assert len(found) == split.parts and [h for part in found for h in range(*part.q)] == list(range(30))
+        assert all(part.kv[0] <= h // 5 < part.kv[1] for part in found for h in range(*part.q))
 
 
 def test_the_choice_is_the_fewest_parts_that_fit(monkeypatch):
