@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tilesmith.distributed.pieces import TILE, Call
 from tilesmith.distributed.schedule import HeadRange, Schedule, Transfer
+from tilesmith.engine.launcher import cdiv
 
 ROOM = 2.2  # shards of keys and values that a ring may hold beside its inputs and results
 LOSS = 0.15  # of a pass's time by the model, which holding no more than ROOM may cost
@@ -68,20 +69,28 @@ class Heads:
 
 
 def splits(heads: int, kv_heads: int) -> list[Split]:
-    """Everything that heads can be divided into, the fewest parts first."""
-    group = heads // kv_heads
-    found = [Split(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    return found + [Split(kv_heads, n) for n in range(2, group + 1) if group % n == 0]
+    """Everything that heads can be divided into, the fewest parts first; of those whose largest parts are alike, the
+    one of the fewest."""
+    found = [Split(n) for n in _counts(kv_heads)]
+    return found + [Split(kv_heads, n) for n in _counts(heads // kv_heads) if n > 1]
+
+
+def _counts(total: int) -> list[int]:
+    return [n for n in range(1, total + 1) if n == 1 or cdiv(total, n) < cdiv(total, n - 1)]
 
 
 def head_parts(heads: int, kv_heads: int, split: Split) -> tuple[HeadPart, ...]:
-    """The parts in the order in which they are worked on: those of one kv head follow each other."""
-    some, some_kv = heads // split.parts, kv_heads // split.kv
-    return tuple(
-        HeadPart((i * some, (i + 1) * some), (j * some_kv, (j + 1) * some_kv))
-        for i in range(split.parts)
-        for j in (i // split.q,)
-    )
+    """The parts in the order in which they are worked on: those of one kv head follow each other. Their numbers of
+    heads differ by at most one head of those that are divided."""
+    group, found = heads // kv_heads, []
+    for first, last in _ranges(kv_heads, split.kv):
+        for begin, end in _ranges((last - first) * group, split.q):
+            found.append(HeadPart((first * group + begin, first * group + end), (first, last)))
+    return tuple(found)
+
+
+def _ranges(total: int, count: int) -> list[HeadRange]:
+    return [(i * total // count, (i + 1) * total // count) for i in range(count)]
 
 
 class _Stage(NamedTuple):
@@ -160,14 +169,15 @@ class Holding:
 
 
 class _Bytes:
-    """Bytes of a token of a part: its keys and values, their gradients in fp32, a result in fp32 with its lse, a
-    gradient of queries in fp32, and statistics of rows, four numbers in fp32 each."""
+    """Bytes of a token of the largest part: its keys and values, their gradients in fp32, a result in fp32 with its
+    lse, a gradient of queries in fp32, and statistics of rows, four numbers in fp32 each."""
 
     def __init__(self, heads: Heads, split: Split):
         wide, one = max(4, heads.itemsize), heads.batch * heads.dim
-        self.keys = 2 * one * (heads.kv_heads // split.kv) * heads.itemsize
+        kv_heads = cdiv(heads.kv_heads, split.kv)
+        queries = cdiv(kv_heads * (heads.heads // heads.kv_heads), split.q)
+        self.keys = 2 * one * kv_heads * heads.itemsize
         self.dkv = self.keys // heads.itemsize * wide
-        queries = heads.heads // split.parts
         self.dq = one * queries * wide
         self.statistics = 4 * heads.batch * queries * wide
         self.result = self.dq + heads.batch * queries * wide
