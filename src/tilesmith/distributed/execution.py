@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.distributed.gradients import gradients, sinks_gradient
+from tilesmith.distributed.gradients import gradients
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.pieces import Call
 from tilesmith.distributed.schedule import Moves, Stage
@@ -46,7 +46,7 @@ def forward(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
 def backward(work: Work, shards: Shards, results: Shards, slopes: Mapping[int, Sequence[Tensor | None]]) -> Any:
     """(dq, dk, dv, dsinks or None) of each rank. shards: its q, k and v; results: out and lse; slopes: dout and dlse,
     None for one without a gradient."""
-    schedule, asks = work.schedule, {r: work.terms[r].sinks is not None for r in shards}
+    schedule = work.schedule
     tensors = {r: (*results[r], *slopes[r]) for r in shards}
     if schedule.degree > 1:
         with_lse = {}
@@ -61,14 +61,14 @@ def backward(work: Work, shards: Shards, results: Shards, slopes: Mapping[int, S
     # kv heads that several ranks of a group have get the sum of what each of them computes
     shared = {r: schedule.degree * within[r][1].shape[1] > shards[r][1].shape[1] for r in shards}
     found = gradients(work, within, tensors, shared)
-    dsinks = {r: sinks_gradient(work, r, tensors[r]) if asks[r] else None for r in shards}
+    dsinks = {r: each[3] for r, each in found.items()}
     if schedule.degree > 1:
         heads = {r: shards[r][0].shape[1] for r in shards}
         kv_heads = {r: shards[r][1].shape[1] for r in shards}
         dq = _returned(work, schedule.q_moves, {r: g[:1] for r, g in found.items()}, heads, "heads of dq")
-        dkv = _returned(work, schedule.kv_moves, {r: g[1:] for r, g in found.items()}, kv_heads, "heads of dk, dv")
+        dkv = _returned(work, schedule.kv_moves, {r: g[1:3] for r, g in found.items()}, kv_heads, "heads of dk, dv")
         found = {r: [g.to(x.dtype) for g, x in zip((*dq[r], *dkv[r]), shards[r])] for r in shards}
-    return {r: (*found[r], dsinks[r]) for r in shards}
+    return {r: (*found[r][:3], dsinks[r]) for r in shards}
 
 
 def _regrouped(work: Work, shards: Shards) -> Shards:

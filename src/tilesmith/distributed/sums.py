@@ -32,7 +32,7 @@ class Rows:
         into: Sequence[Tensor] | None = None,
     ):  # fmt: skip
         self.q, self.value_dim, self.sinks, self._into = q, value_dim, sinks, into
-        spans = [_span(call) for call in calls]
+        spans = [span(call) for call in calls]
         shared = several(spans)
         self._summed = {(low, high) for low, high in spans if any(low < end and begin < high for begin, end in shared)}
         # what kernels round is still added in fp32 where there is more than one addition
@@ -44,11 +44,11 @@ class Rows:
 
     def adds(self, call: Call) -> bool:
         """Whether the result of a call is part of a sum."""
-        return _span(call) in self._summed
+        return span(call) in self._summed
 
     def take(self, call: Call, out: Tensor, lse: Tensor) -> None:
         """Put in the result of a call, which is not read again."""
-        low, high = _span(call)
+        low, high = span(call)
         if self.adds(call):
             next(x for x in self._sums if x.low <= low and high <= x.high).take(low, out, lse)
         elif (low, high) == (0, self.q.shape[2]):
@@ -153,7 +153,8 @@ class Sum:
         into.zero_() if self.value is None else into.copy_(self.value)
 
 
-def _span(call: Call) -> Range:
+def span(call: Call) -> Range:
+    """A call's queries."""
     return call.q, call.q + call.tokens
 
 
