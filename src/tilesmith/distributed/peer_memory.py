@@ -48,6 +48,7 @@ class PeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, gather: Callable[[Any], list[Any]]):
         self._group, self._device, self._gather = group, device, gather
+        self._index = device.index  # what takes no lookup
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._count = self._bytes = 0
         self._handle: Any = None
@@ -71,7 +72,7 @@ class PeerMemory:
             self._grow(1 << (need - 1).bit_length())
         self._count += 1
         slot, turn = self._count % SLOTS, self._count & 0xFFFFFFFF
-        here, side = torch.cuda.current_stream(self._device), self._side
+        here, side = torch.cuda.current_stream(self._index), self._side
         if self._free[slot] is not None:
             here.wait_event(self._free[slot])
         self._under_way.pop(slot, None)
@@ -104,7 +105,7 @@ class PeerMemory:
 
     def wait(self, arrival: Arrival) -> None:
         """Let the current stream wait for an exchange."""
-        torch.cuda.current_stream(self._device).wait_event(arrival.event)
+        torch.cuda.current_stream(self._index).wait_event(arrival.event)
         for slot, one in list(self._under_way.items()):
             if one is arrival:
                 del self._under_way[slot]
