@@ -1,12 +1,14 @@
 """Context parallelism on one GPU: errors of shards in one process, and what one rank of a ring holds and takes.
 
-    python benchmarks/ring_shards.py [--only errors|memory|time] [--tokens 32768] [--device cuda] [--seconds 60]
+    python benchmarks/ring_shards.py [--only errors|memory|time] [--tokens 32768] [--ranks 8] [--device cuda]
+        [--seconds 120]
 
 A row of JSON each. errors: of out, dq, dk and dv, relative to fp64, of 1, 2, 4 and 8 shards (`LocalRing`), beside
-kernels whose results are rounded before they are merged, as they all were. memory: of one rank of 8 without the others
-(`bench.one_rank`), beside q, k, v, out and lse (and the gradients) in shards of keys and values, at so many tokens and
-at twice as many. time: such a rank's forward, and forward and backward, in milliseconds, with all heads at once and
-rounded results ("before") and in parts ("now"), in turns. Ends before a measurement that would begin after --seconds.
+kernels whose results are rounded before they are merged, as they all were. memory: of one rank of --ranks without the
+others (`bench.one_rank`), in each pass, beside q, k, v, out and lse (and dout and the gradients) in shards of keys and
+values, at so many tokens and at twice as many, beside what the model has. time: such a rank's forward, and forward and
+backward, in milliseconds, with all heads at once and rounded results ("before"), with all heads at once ("whole") and
+in parts ("now"), in turns. Ends before a measurement that would begin after --seconds.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import tilesmith.distributed.schedule as schedule
 from tilesmith import ops, use
 from tilesmith.bench.one_rank import OneRank
-from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
+from tilesmith.distributed import Layout, LocalRing, context_parallel_attention, cost, parts
 from tilesmith.distributed.kernels import KERNELS, Ours
+from tilesmith.distributed.pieces import Sight
 
 CAUSAL = ops.Mask(causal=True)
 HEADS = ((16, 16), (32, 8), (64, 8))
@@ -48,11 +50,18 @@ KERNELS["rounding"] = Rounding()
 @contextmanager
 def all_heads_at_once() -> Iterator[None]:
     """No parts of heads, whatever they hold."""
-    least, schedule.LEAST_PAIRS = schedule.LEAST_PAIRS, 1 << 62
+    room, parts.ROOM = parts.ROOM, float("inf")
     try:
         yield
     finally:
-        schedule.LEAST_PAIRS = least
+        parts.ROOM = room
+
+
+def divided(heads: int, kv_heads: int, size: int, tokens: int, device: str, dim: int = 128) -> cost.RingParts:
+    """How a ring of so many ranks, of so many tokens each, divides its heads."""
+    layout = Layout.zigzag(size * tokens, size)
+    problem = cost.Problem(layout, (0, layout.tokens), Sight(right=0), 1, heads, kv_heads, dim)
+    return cost.ring_parts(problem, cost.machine_of(torch.device(device)))
 
 
 def tensors(tokens: int, heads: int, kv_heads: int, device: str, dim: int = 128) -> list[Tensor]:
@@ -111,16 +120,18 @@ def _passes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ring: OneRank, kernel
     return forward, both
 
 
-def memory(device: str, tokens: int) -> Iterator[dict]:
-    """Rows of what one rank of 8 holds."""
+def memory(device: str, tokens: int, size: int) -> Iterator[dict]:
+    """Rows of what one rank of so many holds."""
+    rank = max(1, size // 2 - 1)
     for heads, kv_heads in HEADS:
         peaks = []
         for many in (tokens, 2 * tokens):
             q, k, v, dout = tensors(many, heads, kv_heads, device)
             shard, own = k.nbytes + v.nbytes, q.nbytes + 4 * many * heads
-            forward, both = _passes(q, k, v, dout, OneRank(8, 3), "tilesmith")
-            row = {"memory": f"{heads}/{kv_heads}", "tokens_of_a_rank": many, "shard_MB": shard >> 20}
+            forward, both = _passes(q, k, v, dout, OneRank(size, rank), "tilesmith")
+            row = {"memory": f"{heads}/{kv_heads}", "ranks": size, "tokens_of_a_rank": many, "shard_MB": shard >> 20}
             for name, run, kept in (("forward", forward, own), ("both", both, own + q.nbytes + shard)):
+                run()  # what the device keeps from a first call on
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
@@ -129,33 +140,35 @@ def memory(device: str, tokens: int) -> Iterator[dict]:
                 peak = torch.cuda.max_memory_allocated() - before
                 row[name] = round((peak - kept) / shard, 3)
                 peaks.append(peak)
+            taken = divided(heads, kv_heads, size, many, device)
+            row |= {"parts": [split.parts for split in taken.splits], "model": [round(x, 3) for x in taken.held]}
             yield row
             del q, k, v, dout, forward, both
-        yield {"memory": f"{heads}/{kv_heads}", "peak(2S)/peak(S)": [round(peaks[i + 2] / peaks[i], 3) for i in (0, 1)]}
+        ratios = [round(peaks[i + 2] / peaks[i], 3) for i in (0, 1)]
+        yield {"memory": f"{heads}/{kv_heads}", "ranks": size, "peak(2S)/peak(S)": ratios}
 
 
 def times(device: str) -> Iterator[dict]:
     """Rows of a rank's times."""
     for size, tokens, (heads, kv_heads) in (
         (2, 8192, (16, 16)), (2, 8192, (32, 8)), (2, 32768, (32, 8)), (8, 32768, (16, 16)), (8, 32768, (32, 8)),
+        (8, 32768, (64, 8)),
     ):  # fmt: skip
         q, k, v, dout = tensors(tokens, heads, kv_heads, device)
         ring, found = OneRank(size, size - 1), {}
         for index, what in enumerate(("forward", "both")):
-            taken: dict[str, list[float]] = {"before": [], "now": []}
+            taken: dict[str, list[float]] = {"before": [], "whole": [], "now": []}
             for _ in range(ROUNDS + 1):
                 for name, many in taken.items():
                     run = _passes(q, k, v, dout, ring, "rounding" if name == "before" else "tilesmith")[index]
                     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    if name == "before":
-                        with all_heads_at_once():
-                            _timed(run, begin, end)
-                    else:
+                    with nullcontext() if name == "now" else all_heads_at_once():
                         _timed(run, begin, end)
                     many.append(begin.elapsed_time(end))
             found[what] = {name: round(statistics.median(many[1:]), 3) for name, many in taken.items()}
-        parts = len(schedule.head_parts(heads, kv_heads, tokens, 128, 128, 2))
-        yield {"time": f"{heads}/{kv_heads}", "ranks": size, "tokens_of_a_rank": tokens, "parts": parts, **found}
+        chosen = divided(heads, kv_heads, size, tokens, device)
+        said = {"parts": [split.parts for split in chosen.splits], "model_loss": [round(x, 3) for x in chosen.loss]}
+        yield {"time": f"{heads}/{kv_heads}", "ranks": size, "tokens_of_a_rank": tokens, **said, **found}
 
 
 def _timed(run: Callable, begin: Any, end: Any) -> None:
@@ -172,12 +185,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="of a rank, for memory")
     parser.add_argument("--length", type=int, default=4096, help="of the sequence, for errors")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--ranks", type=int, default=8, help="for memory")
+    parser.add_argument("--seconds", type=float, default=120.0)
     given = parser.parse_args()
     began = time.monotonic()
     kinds = {
         "errors": lambda: errors(given.device, given.length),
-        "memory": lambda: memory(given.device, given.tokens),
+        "memory": lambda: memory(given.device, given.tokens, given.ranks),
         "time": lambda: times(given.device),
     }
     for name, rows in kinds.items():

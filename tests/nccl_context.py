@@ -51,6 +51,23 @@ def check_modes():
             assert not g[:, :, held:].any()
 
 
+def check_memory_of_all():
+    """Transfers by copy engines come to the bits of NCCL's, in any size, order and mode."""
+    by_engine, by_nccl = ProcessGroupRing(), ProcessGroupRing(peer_memory=False)
+    for tokens in (512, 4096, 514, 65536, 1024):
+        layout, rank = Layout.zigzag(tokens, dist.get_world_size()), dist.get_rank()
+        mine = [layout.shard(x, rank, 2).requires_grad_() for x in inputs(tokens)]
+        for mode in ("allgather", "ring", "ulysses"):
+            found = []
+            for ring in (by_nccl, by_engine):
+                named = {"mode": mode, "layout": layout, "deterministic": True}
+                outs = [context_parallel_attention(*mine, ring, CAUSAL, **named)[0] for _ in range(5)]
+                found.append([*outs, *torch.autograd.grad(sum(x.sum() for x in outs), mine)])
+            for x, y in zip(*found, strict=True):
+                assert torch.equal(x, y), (tokens, mode)
+    assert by_engine.shares_memory and by_nccl.shares_memory is False
+
+
 def check_compile():
     layout, rank = Layout.zigzag(2048, dist.get_world_size()), dist.get_rank()
     mine = [layout.shard(x, rank, 2).requires_grad_() for x in inputs(2048)]

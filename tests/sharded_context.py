@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tilesmith.distributed.schedule as schedule
+import tilesmith.distributed.cost as cost
 from tilesmith import ops
 from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
+from tilesmith.distributed.parts import Split, Splits
 
 STARTS = (0, 5, 5, 17, 29)
 
@@ -64,11 +65,12 @@ def agree_with_whole(mesh, mask, score, layout, mode, *, cu_seqlens=None, with_s
 
 
 @contextlib.contextmanager
-def in_parts():
-    """A ring works on one kv head after another, also of few tokens."""
-    least, schedule.LEAST_PAIRS = schedule.LEAST_PAIRS, 1
+def in_parts(of_group=2):
+    """A ring works on one of two kv heads after another, also of few tokens, and for gradients on so many parts of the
+    query heads that read it."""
+    chosen, cost.ring_parts = cost.ring_parts, lambda *_: cost.RingParts(Splits(Split(2), Split(2, of_group)))
     yield
-    schedule.LEAST_PAIRS = least
+    cost.ring_parts = chosen
 
 
 def check_modes(mesh):
@@ -166,7 +168,7 @@ def check_dropout(mesh):
     mine = [layout.shard(x, rank, 2).requires_grad_() for x in (q, q, v)]
     for mode in ("allgather", "ring"):
         torch.manual_seed(3)
-        with in_parts():
+        with in_parts(1):
             out, _ = context_parallel_attention(*mine, mesh, mode=mode, dropout_p=0.5)
             (dv,) = torch.autograd.grad(out.sum(), mine[2])
         p = gathered(layout, out, mesh.get_group())

@@ -8,20 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import tilesmith.distributed.attention as attention
+import tilesmith.distributed.cost as cost
 import tilesmith.distributed.pieces as pieces_module
-import tilesmith.distributed.schedule as schedule_module
 from test_sharding import run_checks
 from tilesmith import ops
 from tilesmith.bench import context_parallel_model
-from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, Machine, context_parallel_attention, explain_context_parallel
 from tilesmith.distributed.kernels import KERNELS, Ours
 from tilesmith.distributed.layout import causal_pairs, length
+from tilesmith.distributed.parts import Split, Splits
 from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces, several, spans
 from tilesmith.distributed.schedule import schedule, shared_heads
 
@@ -182,29 +179,65 @@ def test_a_local_ring(size, mode):
         torch.testing.assert_close(g, e)
 
 
-@pytest.fixture
-def in_parts(monkeypatch):
-    """A ring works on one kv head after another, also of few tokens."""
-    monkeypatch.setattr(schedule_module, "LEAST_PAIRS", 1)
-    assert len(schedule_module.head_parts(8, 2, 1, 8, 8, 2)) == 2
+SPLITS = [
+    Splits(Split(2), Split(2)),
+    Splits(Split(), Split(2, 4)),
+    Splits(Split(2, 2), Split(2)),
+    Splits(Split(2, 4), Split(2, 2)),
+]
 
 
-def test_a_ring_in_parts_of_heads(in_parts):
-    """Everything that a part has its own of: heads, sinks, biases, seeds of dropout."""
+@pytest.mark.parametrize("splits", SPLITS)
+def test_a_ring_in_parts_of_heads(splits, monkeypatch):
+    """Everything that a part has its own of: heads, sinks, biases; gradients of keys are sums over the parts of a kv
+    head's query heads."""
+    monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(splits))
     layout, mask = Layout.zigzag(37, 4), ops.Mask(causal=True, dense=torch.rand(1, 8, 37, 37) < 0.8)
     q, k, v = (torch.randn(1, h, 37, 8, dtype=torch.float64).requires_grad_() for h in (8, 2, 2))
     sinks, bias = torch.randn(8, dtype=torch.float64).requires_grad_(), torch.randn(1, 8, 37, 37, dtype=torch.float64)
-    score = ops.Score(bias=bias)
+    score, told = ops.Score(bias=bias), []
+
+    class Told(Ours):
+        def forward(self, q, k, *rest):
+            told.append((q.shape[1], k.shape[1]))
+            return super().forward(q, k, *rest)
+
+        def backward(self, dout, dlse, q, k, *rest):
+            told.append((-q.shape[1], k.shape[1]))
+            return super().backward(dout, dlse, q, k, *rest)
+
+    monkeypatch.setitem(KERNELS, "told", Told())
     out, lse = ops.attention(q, k, v, mask, score, sinks=sinks)
     slopes = torch.randn_like(out), torch.randn_like(lse)
     exact = torch.autograd.grad((out, lse), (q, k, v, sinks), slopes)
     shards = [[layout.shard(x, rank, 2) for rank in range(4)] for x in (q, k, v)]
-    named = {"mode": "ring", "layout": layout, "sinks": sinks}
+    named = {"mode": "ring", "layout": layout, "sinks": sinks, "kernel": "told"}
     outs, lses = context_parallel_attention(*shards, LocalRing(4), mask, score, **named)
     found = layout.unshard(outs, 2), layout.unshard(lses, 2)
     torch.testing.assert_close(found, (out, lse))
     for g, e in zip(torch.autograd.grad(found, (q, k, v, sinks), slopes), exact):
         torch.testing.assert_close(g, e)
+    forward, backward = splits
+    assert set(told) == {
+        (8 // forward.parts, 2 // forward.kv), (-8 // backward.parts, 2 // backward.kv)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_dropout_is_that_of_the_gradients(splits, monkeypatch):
+    """A mask belongs to a call, so that both passes have the same parts."""
+    monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(splits))
+    layout = Layout.zigzag(32, 4)
+    v = torch.eye(32, dtype=torch.float64).expand(1, 2, 32, 32).contiguous()
+    q, k = torch.zeros(1, 8, 32, 8, dtype=torch.float64), torch.zeros(1, 2, 32, 8, dtype=torch.float64)
+    shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(4)] for x in (q, k, v)]
+    outs, _ = context_parallel_attention(*shards, LocalRing(4), mode="ring", dropout_p=0.5)
+    dv = torch.autograd.grad(sum(x.sum() for x in outs), shards[2])
+    p = layout.unshard(outs, 2)  # values are the unit matrix, so that out is what was not dropped
+    assert 0.4 < (p > 0).double().mean() < 0.6
+    torch.testing.assert_close(layout.unshard(dv, 2)[..., 0], p.sum(2).unflatten(1, (2, 4)).sum(2))
+    rows = (p > 0).flatten(0, 2)
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)  # no two rows or heads drop alike
 
 
 @pytest.mark.parametrize("mode", ["allgather", "ring"])
@@ -234,53 +267,6 @@ def test_few_queries_that_others_answer_too_have_calls_of_their_own(mode, monkey
     exact = torch.autograd.grad(expected, (q, k, v), slopes)
     for g, e in zip(torch.autograd.grad(found, (q, k, v), slopes), exact):
         torch.testing.assert_close(g, e)
-
-
-class _Peak(TorchDispatchMode):
-    """The most bytes that tensors made meanwhile have at a time; `known` are not counted."""
-
-    def __init__(self, *known):
-        super().__init__()
-        self.held, self.bytes = dict.fromkeys(map(self._memory, known), 0), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                self.held.setdefault(self._memory(x), x.untyped_storage().nbytes())
-        if sum(self.held.values()) > self.bytes:
-            self.held = {memory: n for memory, n in self.held.items() if not memory.expired()}
-            self.bytes = max(self.bytes, sum(self.held.values()))
-        return out
-
-    @staticmethod
-    def _memory(x):
-        return StorageWeakRef(x.untyped_storage())
-
-
-def _held(tokens, heads, kv_heads, size, rank):
-    """What a rank of a ring holds, in shards of keys and values: forward, beside q, k, v, out and lse, and backward,
-    beside these and the gradients; and at most, beside what it is given, in bytes."""
-    q, k, v = (torch.empty(1, h, tokens, 128, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads, kv_heads))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    with _Peak(*inputs) as forward:
-        out, lse = context_parallel_attention(*inputs, OneRank(size, rank), ops.Mask(causal=True), mode="ring")
-    with _Peak(*inputs, out, lse) as backward:
-        torch.autograd.grad(out, inputs, torch.empty_like(out))
-    own, shard = out.nbytes + lse.nbytes, k.nbytes + v.nbytes
-    beside = (forward.bytes - own) / shard, (backward.bytes - q.nbytes - out.nbytes - shard) / shard  # dout is as out
-    return *beside, max(forward.bytes, own + backward.bytes)
-
-
-@pytest.mark.parametrize("heads, kv_heads, most", [(16, 16, (0.6, 2.2)), (32, 8, (1.4, 2.2)), (64, 8, (2.4, 3.2))])
-def test_a_ring_holds_little_beside_its_shard(heads, kv_heads, most):
-    """Bytes of tensors without memory. At most 2.2 shards, but where 8 query heads share each of 8 kv heads; twice for
-    twice the tokens; the same for any number of ranks."""
-    for rank in (0, 3):
-        once, twice = (_held(tokens, heads, kv_heads, 8, rank) for tokens in (32768, 65536))
-        assert most[0] / 2 < twice[0] <= most[0] and most[1] / 2 < twice[1] <= most[1], (rank, twice)
-        assert once[0] <= 2.4 and twice[2] <= 2.05 * once[2], (rank, once, twice)
-    assert _held(65536, heads, kv_heads, 16, 3) == twice
 
 
 class _Rounding(Ours):
@@ -313,10 +299,14 @@ def _errors(size, mode, kernel):
     return [float((g - e).norm() / e.norm()) for g, e in zip(made, exact)]
 
 
-@pytest.mark.parametrize("mode", ["allgather", "ring", "ulysses", "hybrid"])
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ring, in parts", "ulysses", "hybrid"])
 def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
-    """Results and gradients in fp32 lose nothing to several ranks. Of kernels that round them, each rank's rounding and
-    the sum's have half of the variance each, about: what travels and what is added loses nothing more."""
+    """Results and gradients in fp32 lose nothing to several ranks, nor to parts of the heads. Of kernels that round
+    them, each rank's rounding and the sum's have half of the variance each, about: what travels and what is added loses
+    nothing more."""
+    mode, _, divided = mode.partition(", ")
+    if divided:
+        monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(Splits(Split(2), Split(2, 2))))
     monkeypatch.setitem(KERNELS, "rounding", _Rounding())
     for kernel, most in (("tilesmith", 1.02), ("rounding", 1.15 * 2**0.5)):
         one = _errors(1, mode, kernel)
@@ -324,14 +314,17 @@ def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
             assert all(e <= most * o for e, o in zip(_errors(size, mode, kernel), one)), (kernel, size)
 
 
-def test_rows_that_see_nothing():
-    """Empty documents, ranks without a visible key and NaN in what nobody sees."""
+@pytest.mark.parametrize("divided", [False, True])
+def test_rows_that_see_nothing(divided, monkeypatch):
+    """Empty documents, ranks without a visible key and NaN in what nobody sees; also where heads come in parts."""
+    if divided:
+        monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(Splits(Split(2), Split(2))))
     starts = (0, 0, 4, 4)
     layout = Layout.contiguous(16, 4)  # three ranks hold tokens behind the last document
     q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
     k[:, :, 4:], v[:, :, 4:] = float("nan"), float("nan")
     shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(4)] for x in (q, k, v)]
-    for mode in ("allgather", "ring", "hybrid"):
+    for mode in ("ring",) if divided else ("allgather", "ring", "hybrid"):
         outs, lses = context_parallel_attention(
             *shards, LocalRing(4), ops.Mask(causal=True), mode=mode, degree=2 if mode == "hybrid" else None,
             layout=layout, cu_seqlens=starts,

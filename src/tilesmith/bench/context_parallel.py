@@ -32,8 +32,8 @@ from tilesmith.distributed.layout import boundaries
 from tilesmith.engine import use
 
 SUBJECT = "context-parallel"
-HEAD_START = 10.0  # microseconds
-LONG = 1 << 18  # tokens from which a run takes a second
+HEAD_START = 10.0  # microseconds, of NCCL's transfers
+LONG = 1 << 16  # tokens from which a round of all providers takes seconds
 OURS = "tilesmith"
 EQUAL, WHOLE = f"{ALONE}, equal work", f"{ALONE}, all the work"
 MODES = ("auto", "allgather", "ring", "ulysses", "hybrid")
@@ -104,9 +104,9 @@ def _sinks(problem: Problem, device: torch.device, dtype: torch.dtype) -> Tensor
     return torch.linspace(-1, 1, problem.heads, device=device, dtype=dtype).requires_grad_()
 
 
-def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", head_start: float = 0.0) -> Provider:
+def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", peer_memory: bool = True) -> Provider:
     size = dist.get_world_size()
-    layout, ring = problem.layout(size), _ring(dist.group.WORLD, head_start)
+    layout, ring = problem.layout(size), _ring(dist.group.WORLD, peer_memory)
     best = problem.predicted(size, mode) if mode == "hybrid" else None
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -119,8 +119,8 @@ def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", head_start: fl
 
 
 @lru_cache(maxsize=8)
-def _ring(group: dist.ProcessGroup, head_start: float) -> ProcessGroupRing:
-    return ProcessGroupRing(group, head_start=head_start)
+def _ring(group: dist.ProcessGroup, peer_memory: bool) -> ProcessGroupRing:
+    return ProcessGroupRing(group, head_start=0.0 if peer_memory else HEAD_START, peer_memory=peer_memory)
 
 
 def _providers(problem: Problem) -> dict[str, Callable[[], Provider]]:
@@ -129,7 +129,7 @@ def _providers(problem: Problem) -> dict[str, Callable[[], Provider]]:
     found: dict[str, Callable[[], Provider]] = {f"{OURS} {m}": (lambda m=m: _ours(problem, m)) for m in modes}
     if current_device().type != "cuda":
         return found  # the others need one
-    found[f"{OURS} allgather, head start"] = lambda: _ours(problem, "allgather", head_start=HEAD_START)
+    found[f"{OURS} allgather, by NCCL"] = lambda: _ours(problem, "allgather", peer_memory=False)
     if problem.causal_alone:
         for mode in ("allgather", "ulysses"):
             found[f"{OURS} {mode}, cudnn inside"] = lambda m=mode: _ours(problem, m, "cudnn")
@@ -233,20 +233,21 @@ def _one_gpu(problem: Problem, device: torch.device, dtype: torch.dtype, size: i
 
 
 def _behind(problem: Problem, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Providers that were far behind with a quarter of the tokens, where each run takes a second and more."""
-    if problem.tokens < LONG:
-        return {}
+    """Providers of others that were far behind in the next shorter case with such heads."""
     alike = [
         row for row in rows
         if "us" in row and row["pass"] == BOTH and row["case"].startswith(problem.name + ",")
-        and row.get("tokens") == problem.tokens // 4
+        and row.get("tokens", problem.tokens) < problem.tokens
         and (row["heads"], row["kv_heads"]) == (problem.heads, problem.kv_heads)
     ]  # fmt: skip
-    best = min((row["us"] for row in alike), default=0.0)
+    if problem.tokens < LONG or not alike:
+        return {}
+    alike = [row for row in alike if row["tokens"] == max(other["tokens"] for other in alike)]
+    best = min(row["us"] for row in alike)
     return {
         row["provider"]: f"not measured: {row['us'] / best:.2f} times the best at {row['tokens']} tokens"
         for row in alike
-        if row["us"] > 1.3 * best
+        if row["us"] > 1.3 * best and not row["provider"].startswith((OURS, ALONE))
     }
 
 

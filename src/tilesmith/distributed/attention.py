@@ -17,11 +17,13 @@ from tilesmith import ops
 from tilesmith.device import philox
 from tilesmith.distributed import checks, cost
 from tilesmith.distributed.checks import EVERYTHING, NAME, SCALED
-from tilesmith.distributed.execution import Work, backward, forward
+from tilesmith.distributed.execution import backward, forward
 from tilesmith.distributed.kernels import KERNELS, Terms
 from tilesmith.distributed.layout import Layout
+from tilesmith.distributed.parts import HeadPart, head_parts
 from tilesmith.distributed.ring import Answer, Parcel, ProcessGroupRing, Ring, compare, refusals_told
-from tilesmith.distributed.schedule import HeadPart, Schedule, head_parts, schedule
+from tilesmith.distributed.schedule import Schedule, schedule
+from tilesmith.distributed.travel import Work
 from tilesmith.engine.argument_checks import choice, flag, number, probability
 from tilesmith.engine.argument_checks import size as checked_size
 
@@ -97,9 +99,11 @@ def context_parallel_attention(
         held = checks.placed(layout, ring.size, tokens)
         starts = checks.packed(cu_seqlens, held, batch)
         checks.refuse(mask, score, sinks, shards, held, ring)
-        decision = _decide(shards, held, starts, mask, score, mode, degree)
+        problem = _problem(shards, held, starts, mask)
+        decision = _decide(problem, shards[ring.ranks[0]][0].device, mask, score, mode, degree)
         terms = _terms(ring, shards, held, mask, score, sinks, asked["dropout_p"], deterministic)
-        plan, parts = _plan(shards, held, starts, mask, decision), _parts(shards, decision)
+        plan = _plan(shards, held, starts, mask, decision)
+        parts = _parts(shards, problem, decision, asked["dropout_p"] > 0.0)
         work = Work(ring, plan, KERNELS[kernel], terms, parts, nth)
         for r in ring.ranks:
             _refuse_kernel(work, r, shards[r][0])
@@ -109,6 +113,7 @@ def context_parallel_attention(
         given = [sinks, *(x for shard in shards.values() for x in shard)]
         signed["requires_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         signed["mode taken"] = [decision.mode, decision.degree]
+        signed["parts of the heads"] = [len(some) for some in parts]
     first = {"pass": "forward", "number of the call": nth}
     signatures = {r: {**first, **checks.shapes(shards[r]), **signed} for r in ring.ranks}
     answer = Answer(ring, signatures, step, then=lambda: _CALLS.__setitem__(counted, nth + 1))
@@ -239,27 +244,30 @@ def _asked(
     }  # fmt: skip
 
 
-def _decide(
-    shards: Mapping, layout: Layout, starts: tuple[int, ...], mask: ops.Mask, score: ops.Score, mode: str,
-    degree: int | None,
-) -> cost.Decision:  # fmt: skip
+def _problem(shards: Mapping, layout: Layout, starts: tuple[int, ...], mask: ops.Mask) -> cost.Problem:
     q, k, v = next(iter(shards.values()))
+    sizes = q.shape[0], q.shape[1], k.shape[1], (q.shape[3] + v.shape[3] + 1) // 2
+    return cost.Problem(layout, starts, checks.sight_of(mask), *sizes, q.dtype.itemsize)
+
+
+def _decide(
+    problem: cost.Problem, device: torch.device, mask: ops.Mask, score: ops.Score, mode: str, degree: int | None
+) -> cost.Decision:  # fmt: skip
     no = checks.barred(mask, score)
-    if layout.size == 1:
+    size = problem.layout.size
+    if size == 1:
         return cost.Decision("allgather", 1, "one rank", ())
     if mode == "auto":
-        sizes = q.shape[0], q.shape[1], k.shape[1], v.shape[3]
-        problem = cost.Problem(layout, starts, checks.sight_of(mask), *sizes, q.dtype.itemsize)
-        key = problem, q.device, tuple(sorted(no.items()))
+        key = problem, device, tuple(sorted(no.items()))
         if key not in _DECISIONS:
             if len(_DECISIONS) >= 256:
                 _DECISIONS.clear()
-            _DECISIONS[key] = cost.choose(problem, cost.machine_of(q.device), no)
+            _DECISIONS[key] = cost.choose(problem, cost.machine_of(device), no)
             log.info("%s: mode 'auto' takes %s", NAME, _DECISIONS[key])
         return _DECISIONS[key]
     if mode in no:
         raise ValueError(f"{NAME}: mode {mode!r} cannot serve this call: {no[mode]}")
-    return cost.Decision(mode, {"hybrid": degree, "ulysses": layout.size}.get(mode, 1), "asked for", ())
+    return cost.Decision(mode, {"hybrid": degree, "ulysses": size}.get(mode, 1), "asked for", ())
 
 
 _DECISIONS: dict[Any, cost.Decision] = {}
@@ -276,12 +284,17 @@ def _plan(
         raise ValueError(f"{NAME}: mode {decision.mode!r}: {problem}") from None
 
 
-def _parts(shards: Mapping, decision: cost.Decision) -> tuple[HeadPart, ...]:
-    """The parts of the heads that are worked on one after another: in a ring, whose memory they bound."""
+def _parts(
+    shards: Mapping, problem: cost.Problem, decision: cost.Decision, drops: bool
+) -> tuple[tuple[HeadPart, ...], tuple[HeadPart, ...]]:
+    """The parts of the heads that are worked on one after another, in each pass: in a ring, whose memory they bound."""
     if decision.mode != "ring":
-        return ()
-    q, k, v = next(iter(shards.values()))
-    return head_parts(q.shape[1], k.shape[1], q.shape[2], q.shape[3], v.shape[3], q.dtype.itemsize)
+        return (), ()
+    q, k, _ = next(iter(shards.values()))
+    splits = cost.ring_parts(problem, cost.machine_of(q.device)).splits
+    if drops:  # a mask of dropout belongs to a call
+        splits = splits._replace(forward=splits.backward)
+    return tuple(head_parts(q.shape[1], k.shape[1], split) for split in splits)
 
 
 def _few(plan: Schedule, shards: Mapping) -> bool:

@@ -8,12 +8,19 @@ from functools import lru_cache
 
 import torch
 
+from tilesmith.distributed import parts
 from tilesmith.distributed.layout import Layout
-from tilesmith.distributed.pieces import Call, Sight
-from tilesmith.distributed.schedule import Schedule, head_parts, schedule
+from tilesmith.distributed.parts import Heads, Holding, Split, Splits
+from tilesmith.distributed.pieces import TILE, Call, Sight
+from tilesmith.distributed.schedule import Schedule, schedule
 from tilesmith.hardware.detect import arch_of
 
 BACKWARD = 2.5  # products of the backward over those of the forward
+# Of what one tile takes: what a call loses at its end, when some multiprocessors have no tile left. By this a call of
+# parts of heads costs 80 and 210 µs at 32k tokens on an H200, forward and backward; 94 to 185 and 120 to 173 were
+# measured.
+TAIL = 0.25
+ONE = Split()
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Machine:
 
     rate: FLOP/s of the attention kernel at long sequences. ramp: seconds that a call takes beyond its FLOPs. bandwidth:
     device memory, bytes/s. memory: bytes that gathered keys may take, 0 for no limit. host: seconds of a comparison of
-    signatures. node: ranks that `link` connects; `network` connects the others.
+    signatures. node: ranks that `link` connects; `network` connects the others. multiprocessors: that share a call's
+    tiles, 0 where there are none.
     """
 
     name: str
@@ -42,21 +50,25 @@ class Machine:
     node: int = 8
     link: Link = field(default=Link(1.5e-5, 3.4e11))
     network: Link = field(default=Link(3e-5, 4.2e10))
+    multiprocessors: int = 0
 
 
 # Rates of kernels in bf16 at head dim 128; NVLink 4 and a 400 Gbit/s card for each GPU, at what collectives reach of
 # them. `tilesmith bench context-parallel` measures what whole calls take, not these constants.
 MACHINES = {
-    "sm80": Machine("sm80", 2.0e14, 1.5e-5, 2.0e12, link=Link(1.5e-5, 2.3e11), network=Link(3e-5, 2.1e10)),
-    "sm90": Machine("sm90", 6.2e14, 1.2e-5, 4.8e12),
-    "sm100": Machine("sm100", 1.2e15, 1.2e-5, 8.0e12, link=Link(1.5e-5, 6.8e11)),
+    "sm80": Machine(
+        "sm80", 2.0e14, 1.5e-5, 2.0e12, link=Link(1.5e-5, 2.3e11), network=Link(3e-5, 2.1e10), multiprocessors=108
+    ),
+    "sm90": Machine("sm90", 6.2e14, 1.2e-5, 4.8e12, multiprocessors=132),
+    "sm100": Machine("sm100", 1.2e15, 1.2e-5, 8.0e12, link=Link(1.5e-5, 6.8e11), multiprocessors=148),
 }
 ELSEWHERE = Machine("cpu", 1e11, 5e-5, 2e10, link=Link(2e-4, 1e9), network=Link(2e-4, 1e9))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: sizes of q [B, H, T, D] and k [B, G, T, D] of the whole sequence, and what sees what."""
+    """One call: sizes of q [B, H, T, D] and k [B, G, T, D] of the whole sequence, and what sees what. dim: where v has
+    another one than q, the mean."""
 
     layout: Layout
     starts: tuple[int, ...]
@@ -67,12 +79,41 @@ class Problem:
     dim: int
     itemsize: int = 2
 
+    @property
+    def parts_of(self) -> Heads:
+        return Heads(self.batch, self.heads, self.kv_heads, self.dim, self.itemsize)
+
+
+@dataclass(frozen=True)
+class RingParts:
+    """How a ring divides the heads.
+
+    held: shards of keys and values that a rank then holds at most beside its inputs and results, in the forward and in
+    the backward. loss: of the time of each pass, by the model, over all heads at once. wanted: of a pass that holds
+    more than `parts.ROOM`, what that was weighed against; empty where it holds no more.
+    """
+
+    splits: Splits
+    held: tuple[float, float] = (0.0, 0.0)
+    loss: tuple[float, float] = (0.0, 0.0)
+    wanted: tuple[str, str] = ("", "")
+
+    def __str__(self) -> str:
+        told = []
+        for i, name in enumerate(("forward", "backward")):
+            many = self.splits[i].parts
+            one = "all heads at once" if many == 1 else f"{many} parts of the heads"
+            said = f"{name} in {one}, {self.held[i]:.1f} shards of keys held"
+            said += f", {self.loss[i]:.1%} slower" if many > 1 else ""
+            told.append(said + (f" ({self.wanted[i]})" if self.wanted[i] else ""))
+        return "; ".join(told)
+
 
 @dataclass(frozen=True)
 class Estimate:
     """mode, and ranks of a group that share heads. seconds: forward and backward of the slowest rank. sent: bytes that
     the busiest rank receives, forward and backward. memory: bytes of others' keys and their gradients on a rank.
-    refused: why it cannot be, else empty."""
+    refused: why it cannot be, else empty. parts: of a ring, how it divides the heads."""
 
     mode: str
     degree: int
@@ -81,6 +122,7 @@ class Estimate:
     sent: int = 0
     memory: int = 0
     refused: str = ""
+    parts: RingParts | None = None
 
     @property
     def seconds(self) -> float:
@@ -90,9 +132,10 @@ class Estimate:
         name = f"{self.mode} {self.degree}" if self.mode == "hybrid" else self.mode
         if self.refused:
             return f"{name}: no, {self.refused}"
-        return (
+        told = (
             f"{name}: {self.seconds * 1e3:.3g} ms, receives {self.sent / 1e6:.3g} MB, holds {self.memory / 1e6:.3g} MB"
         )
+        return told if self.parts is None else f"{told}; {self.parts}"
 
 
 @dataclass(frozen=True)
@@ -131,14 +174,49 @@ def estimate(problem: Problem, machine: Machine, mode: str, degree: int, steps: 
         plan = schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many)
     except ValueError as problem_with:
         return Estimate(mode, degree, refused=str(problem_with))
-    parts = 1
-    if mode == "ring":
-        each = problem.layout.local, problem.dim, problem.dim, problem.itemsize
-        parts = len(head_parts(problem.heads, problem.kv_heads, *each))
-    times = [_rank_times(problem, machine, plan, rank, parts) for rank in range(problem.layout.size)]
+    taken = ring_parts(problem, machine) if mode == "ring" else None
+    split = Splits() if taken is None else taken.splits
+    times = [_rank_times(problem, machine, plan, rank, split) for rank in range(problem.layout.size)]
     forward, backward = (max(each[i] for each in times) for i in (0, 1))
     sent, memory = (max(each[i] for each in times) for i in (2, 3))
-    return Estimate(mode, degree, forward, backward, int(sent), int(memory))
+    return Estimate(mode, degree, forward, backward, int(sent), int(memory), parts=taken)
+
+
+def ring_parts(problem: Problem, machine: Machine) -> RingParts:
+    """How a ring divides the heads in each pass: the fewest parts with which no rank holds more than `parts.ROOM`
+    shards, if that takes at most `parts.LOSS` longer, by the model. Else as many as take at most `parts.LITTLE` longer:
+    shorter shards need little memory, and smaller calls take longer.
+
+    What kernels keep whatever a call's size counts as beside `parts.LONG` tokens, so that more tokens never mean fewer
+    parts: twice the tokens take at most twice the memory.
+    """
+    return _ring_parts(problem, machine, parts.ROOM, parts.LOSS, parts.LITTLE)
+
+
+@lru_cache(maxsize=256)
+def _ring_parts(problem: Problem, machine: Machine, room: float, loss: float, little: float) -> RingParts:
+    many = problem.heads, problem.kv_heads, problem.batch == 1
+    plan = schedule(problem.layout, problem.starts, problem.sight, 1, True, *many)
+    holding = Holding(plan, problem.parts_of, machine.multiprocessors)
+    busiest = max(range(problem.layout.size), key=plan.pairs)
+    able = parts.splits(problem.heads, problem.kv_heads)
+    counted = {split: holding.shards(split, parts.LONG) for split in able}
+    times = {split: _rank_times(problem, machine, plan, busiest, Splits(split, split)) for split in able}
+    chosen = []
+    for i in (0, 1):
+        least = times[able[0]][i]
+        slower = {split: times[split][i] / least - 1.0 for split in able}
+        fits = next((split for split in able if counted[split][i] <= room), None)
+        taken, wanted = fits, ""
+        if fits is None or slower[fits] > loss:
+            taken = [split for split in able if split == able[0] or slower[split] <= little][-1]
+            wanted = f"no parts hold as little as {room:g}"
+            if fits is not None:
+                held = holding.shards(fits)[i]
+                wanted = f"{fits.parts} parts would hold {held:.1f} shards and be {slower[fits]:.0%} slower"
+        chosen.append((taken, holding.shards(taken)[i], slower[taken], wanted))
+    taken, within, slow, wanted = zip(*chosen)
+    return RingParts(Splits(*taken), within, slow, wanted)
 
 
 def choose(problem: Problem, machine: Machine, barred: dict[str, str] | None = None) -> Decision:
@@ -167,61 +245,74 @@ def choose(problem: Problem, machine: Machine, barred: dict[str, str] | None = N
 
 
 def _rank_times(
-    problem: Problem, machine: Machine, plan: Schedule, rank: int, parts: int
+    problem: Problem, machine: Machine, plan: Schedule, rank: int, splits: Splits
 ) -> tuple[float, float, int, int]:
-    """Forward and backward seconds of a rank, bytes it receives and bytes of others' keys that it holds. parts: of the
-    heads, worked on one after another: as much travels and is computed, in so many more messages and calls."""
+    """Forward and backward seconds of a rank, bytes it receives and bytes of others' keys that it holds. splits: of the
+    heads, whose parts are worked on one after another: as much is computed, in so many more messages and calls, and as
+    much travels, once for each part of a kv head's query heads."""
     token = problem.batch * problem.dim * problem.itemsize
     q_heads, kv_heads = ((last - first) for first, last in (plan.q_heads[rank], plan.kv_heads[rank]))
     keys = 2 * kv_heads * token
-    forward, backward, received, held = machine.host, machine.host, 0, 0
+    passes, received, held = [machine.host, machine.host], 0, 0
     if plan.degree > 1:
         # q, k, v there and out back; for gradients q, k, v, out and dout there, dq, dk and dv back
         q_time, q_bytes = _travel(machine, plan.q_moves, rank, q_heads * token)
         kv_time, kv_bytes = _travel(machine, plan.kv_moves, rank, keys)
-        forward += 2 * q_time + kv_time
-        backward += 4 * q_time + 2 * kv_time
+        passes = [passes[0] + 2 * q_time + kv_time, passes[1] + 4 * q_time + 2 * kv_time]
         received += 6 * q_bytes + 3 * kv_bytes
-    arriving = [_travel(machine, stage.transfers, rank, keys, parts) for stage in plan.stages]
     # gradients of keys are parts of sums, which travel in fp32
     gradients = max(4, problem.itemsize) * keys // problem.itemsize
-    leaving = [_travel(machine, stage.transfers, rank, gradients, parts) for stage in plan.stages]
-    for i, stage in enumerate(plan.stages):
-        coming = arriving[i + 1][0] if i + 1 < len(plan.stages) else 0.0
-        work = _compute(problem, machine, stage.calls[rank], q_heads, parts)
-        merging = _merging(problem, machine, stage.calls[rank], q_heads, parts) if i else 0.0
-        forward += max(work + merging, coming)
-        backward += max(BACKWARD * work + 1.5 * merging, coming)
-        received += 2 * arriving[i][1] + leaving[i][1]
-        # in steps the next keys arrive while these are used
-        held = max(held, 2 * arriving[i][1] + (arriving[i + 1][1] if i and i + 1 < len(plan.stages) else 0))
-    returning = leaving[-1][0] if len(leaving) > 1 else 0.0
-    return forward, backward + returning, received, held // parts
+    for i, split in enumerate(splits):
+        factor = 1.0 if i == 0 else BACKWARD
+        arriving = [_travel(machine, stage.transfers, rank, keys, split) for stage in plan.stages]
+        for stage, coming in zip(plan.stages, [*(seconds for seconds, _ in arriving[1:]), 0.0]):
+            work = factor * _compute(problem, machine, stage.calls[rank], q_heads, split)
+            if stage.transfers:
+                merging = _merging(problem, machine, stage.calls[rank], q_heads, split)
+                work += merging if i == 0 else 1.5 * merging
+            passes[i] += max(work, coming)
+        received += sum(n for _, n in arriving)
+        if i == 1:
+            leaving = [_travel(machine, stage.transfers, rank, gradients, split) for stage in plan.stages]
+            received += sum(n for _, n in leaving)
+            passes[1] += leaving[-1][0] if len(leaving) > 1 else 0.0
+        for place, (_, n) in enumerate(arriving):
+            # in steps the next keys arrive while these are used
+            later = arriving[place + 1][1] if place and place + 1 < len(arriving) else 0
+            held = max(held, (2 * n + later) // split.parts)
+    return *passes, received, held
 
 
-def _travel(machine: Machine, moves: Sequence, rank: int, per_token: int, parts: int = 1) -> tuple[float, int]:
-    """Seconds for what a rank sends and receives at once, in so many parts, and the bytes it receives."""
+def _travel(
+    machine: Machine, moves: Sequence, rank: int, per_token: int, split: Split = ONE
+) -> tuple[float, int]:  # fmt: skip
+    """Seconds for what a rank sends and receives at once, in the messages of so many parts, and the bytes it
+    receives."""
     near, far, here = [0, 0], [0, 0], 0
     for move in moves:
         if move.source == move.target or rank not in (move.source, move.target):
             continue
         inwards = int(move.target == rank)
         same = move.source // machine.node == move.target // machine.node
-        (near if same else far)[inwards] += move.tokens * per_token
-        here += inwards * move.tokens * per_token
+        (near if same else far)[inwards] += move.tokens * per_token * split.q
+        here += inwards * move.tokens * per_token * split.q
     time = 0.0
     for count, link in ((max(near), machine.link), (max(far), machine.network)):
         if count:
-            time = max(time, parts * link.latency + count / link.bandwidth)
+            time = max(time, split.parts * link.latency + count / link.bandwidth)
     return time, here
 
 
-def _compute(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, parts: int) -> float:
-    flops = 4 * problem.batch * heads * problem.dim * sum(call.pairs for call in calls)
-    return flops / machine.rate + machine.ramp * len(calls) * parts
+def _compute(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, split: Split) -> float:
+    row = 4 * problem.batch * problem.dim
+    flops = row * heads * sum(call.pairs for call in calls)
+    # a tile is all keys of some queries of a head, and in the backward all queries of some keys
+    tiles = row * TILE * sum(call.tokens + call.keys for call in calls) / 2 * machine.multiprocessors
+    return (flops + TAIL * tiles * split.parts) / machine.rate + machine.ramp * len(calls) * split.parts
 
 
-def _merging(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, parts: int) -> float:
+def _merging(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, split: Split) -> float:
     """Reading two results, which are fp32, and writing one, for each row."""
     rows = problem.batch * heads * sum(call.tokens for call in calls)
-    return 3 * rows * problem.dim * max(4, problem.itemsize) / machine.bandwidth + machine.ramp * len(calls) * parts
+    moved = 3 * rows * problem.dim * max(4, problem.itemsize)
+    return moved / machine.bandwidth + machine.ramp * len(calls) * split.parts

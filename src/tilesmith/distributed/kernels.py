@@ -17,7 +17,7 @@ from tilesmith.distributed.pieces import Call
 from tilesmith.distributed.schedule import HeadRange
 from tilesmith.ops.attn.op import attention_vjp
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
+Gradients = tuple[Tensor, ...]  # of q, k and v, and of sinks if the terms have them
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,10 @@ class Terms:
 
 
 class Kernel(Protocol):
-    """Attention over some keys and its gradients, given out and lse over all keys."""
+    """Attention over some keys and its gradients, given out and lse over all keys. sinks: whether it takes them."""
 
     name: str
+    sinks: bool
 
     def summand(self, x: Tensor) -> torch.dtype:
         """The dtype of its results and gradients where they are parts of sums, for inputs like x."""
@@ -80,13 +81,15 @@ class Kernel(Protocol):
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
         terms: Terms, summand: bool,
     ) -> Gradients:  # fmt: skip
-        """Gradients of q, k and v by these keys' share; summand: parts of sums, in that dtype, else of their dtypes."""
+        """Gradients of q, k and v by these keys' share; summand: parts of sums, in that dtype, else of their dtypes. If
+        terms have sinks, also the sum over these queries of the sinks' gradients."""
 
 
 class Ours:
     """`ops.attention` and its gradient."""
 
     name = "tilesmith"
+    sinks = True
 
     def summand(self, x: Tensor) -> torch.dtype:
         """At least fp32: a part that is rounded adds its rounding to that of the sum."""
@@ -118,15 +121,16 @@ class Ours:
         named |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0, "seed": terms.seed}
         named |= {**mask.lower(), **score.lower(), **_packed(call, q.device), "deterministic": terms.deterministic}
         named |= {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        named |= {"gradients_fp32": summand}
-        dq, dk, dv, *_ = attention_vjp(**named | {"output_mask": [True, True, True, False, False]})
-        return dq, dk, dv
+        named |= {"gradients_fp32": summand, "sinks": terms.sinks}
+        *found, _, dsinks = attention_vjp(**named | {"output_mask": [True, True, True, False, terms.sinks is not None]})
+        return tuple(found) if terms.sinks is None else (*found, dsinks)
 
 
 class Cudnn:
     """cuDNN's attention through ATen, so that schedules can be compared with the same kernel inside."""
 
     name = "cudnn"
+    sinks = False
 
     def summand(self, x: Tensor) -> torch.dtype:
         """As its inputs."""

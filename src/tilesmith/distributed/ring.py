@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilesmith.distributed.lost import cause
-from tilesmith.engine.argument_checks import located
+from tilesmith.distributed.peer_memory import Arrival, PeerMemory
+from tilesmith.distributed.schedule import Moves
+from tilesmith.engine.argument_checks import flag, located
 
 Signature = Mapping[str, Any]  # what must be the same on all ranks, by name
+Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
+log = logging.getLogger("tilesmith")
 
 
 class RingError(RuntimeError):
@@ -55,7 +60,8 @@ class Ring(Protocol):
         a signature that is a `refusal`, what it says.
 
         A ring may also have `ask`, of the same arguments, which begins this and gives back a function that ends it.
-        This process then works on its own tokens meanwhile, and posts nothing.
+        This process then works on its own tokens meanwhile, and posts nothing. And it may have `move`, of transfers
+        between all ranks and their tensors, in place of `post` where it returns something.
         """
 
 
@@ -90,13 +96,18 @@ class LocalRing:
 class ProcessGroupRing:
     """The ranks of a process group of torch.distributed (NCCL, gloo), one in this process.
 
-    timeout: seconds that a rank may keep the others waiting. head_start: microseconds for which kernels on a GPU wait
-    after transfers are posted, so that NCCL's find multiprocessors before attention takes them all. Signatures are
+    timeout: seconds that a rank may keep the others waiting. peer_memory: whether GPUs of one host exchange tokens
+    through memory that all of them map, by copy engines, in place of NCCL; the first exchange finds out whether they
+    can, and what keeps them from it is told at INFO. head_start: microseconds for which kernels on a GPU wait after
+    NCCL's transfers are posted, so that these find multiprocessors before attention takes them all. Signatures are
     compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same ranks that is
     made at the first comparison.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0, head_start: float = 0.0):
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: float = 600.0, head_start: float = 0.0, *,
+        peer_memory: bool = True,
+    ):  # fmt: skip
         if not dist.is_initialized():
             raise RuntimeError("ProcessGroupRing: torch.distributed is not initialised: call init_process_group first")
         self.group = dist.group.WORLD if group is None else group
@@ -106,6 +117,45 @@ class ProcessGroupRing:
         self.timeout, self.head_start = datetime.timedelta(seconds=timeout), head_start
         self._everyone = dist.get_process_group_ranks(self.group)
         self._side: dist.ProcessGroup | None = None
+        self._peers: PeerMemory | None = None
+        self._shares = flag("ProcessGroupRing", "peer_memory", peer_memory) and "nccl" in dist.get_backend(self.group)
+
+    def move(self, moves: Moves, sent: Tokens, into: Tokens, step: str) -> Arrival | None:
+        """Begin to move tokens between ranks through memory of all; None, on all ranks, where they cannot.
+
+        sent, into: of this rank, tensors [T, B, heads, D].
+        """
+        mine, theirs = sent[self.rank], into[self.rank]
+        if not self._shares or self.size == 1 or not moves.spans or self._memory(mine[0].device) is None:
+            return None
+        try:
+            arrival = self._peers.move(moves, mine, theirs)
+        except RuntimeError as problem:
+            raise RingError(f"rank {self.rank}: {step}: {problem}") from problem
+        for move in moves.own(self.rank) if arrival is not None else ():
+            for give, take in zip(mine, theirs):
+                heads = slice(None) if move.heads is None else slice(*move.heads)
+                take[move.to : move.to + move.tokens].copy_(give[move.at : move.at + move.tokens, :, heads])
+        return arrival
+
+    @property
+    def shares_memory(self) -> bool | None:
+        """Whether transfers go through memory that all ranks map; None where no transfer has found out yet."""
+        return self._peers is not None if self._peers is not None or not self._shares else None
+
+    def _memory(self, device: torch.device) -> PeerMemory | None:
+        if self._peers is None:
+            try:
+                self._peers = PeerMemory(self.group, device, self._gathered)
+            except RuntimeError as problem:
+                self._shares = False
+                log.info("%s", f"rank {self.rank}: transfers go through NCCL, not through memory of all: {problem}")
+        return self._peers
+
+    def _gathered(self, value: Any) -> list[Any]:
+        found = [None] * self.size
+        dist.all_gather_object(found, value, group=self._side_channel())
+        return found
 
     def post(self, parcels: Sequence[Parcel], step: str) -> tuple[str, list[tuple[int, Any]], list[Tensor]]:
         """Post sends and receives together, so that no order of them can block."""
@@ -123,8 +173,11 @@ class ProcessGroupRing:
             torch.cuda._sleep(int(self.head_start * _CYCLES))
         return step, works, kept
 
-    def wait(self, posted: tuple[str, list[tuple[int, Any]], list[Tensor]]) -> None:
-        """As the protocol says; gloo's transfers are waited for, NCCL's only by the stream."""
+    def wait(self, posted: Arrival | tuple[str, list[tuple[int, Any]], list[Tensor]]) -> None:
+        """As the protocol says; gloo's transfers are waited for, those between GPUs only by the stream."""
+        if isinstance(posted, Arrival):
+            self._peers.wait(posted)
+            return
         step, works, kept = posted
         self._finish(works, step, timed=bool(kept) and kept[0].device.type == "cpu")
 
@@ -143,23 +196,25 @@ class ProcessGroupRing:
         mine = json.dumps(signatures[self.rank]).encode()
         if len(mine) > _ROOM - 4:
             raise ValueError(f"rank {self.rank}: {step}: a signature of {len(mine)} bytes does not fit {_ROOM - 4}")
-        packed = len(mine).to_bytes(4, "little") + mine
-        sent = torch.frombuffer(bytearray(packed.ljust(_ROOM, b"\0")), dtype=torch.uint8)
+        packed = (len(mine).to_bytes(4, "little") + mine).ljust(_ROOM, b"\0")
+        sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         others = [r for r in range(self.size) if r != self.rank]
         arrived = {r: torch.empty(_ROOM, dtype=torch.uint8) for r in others}
         works = []
         for r in others:
-            try:
-                works.append((r, dist.irecv(arrived[r], self._everyone[r], side, tag=_TAG)))
-                works.append((r, dist.isend(sent, self._everyone[r], side, tag=_TAG)))
+            try:  # without the checks of dist.irecv and dist.isend, which take as long as a message
+                works.append((r, side.recv([arrived[r]], r, _TAG)))
+                works.append((r, side.send([sent], r, _TAG)))
             except RuntimeError as problem:
                 raise self._lost(step, r, problem) from problem
 
         def answer() -> None:
             self._finish(works, step, timed=True)
+            told = {r: x.numpy().tobytes() for r, x in arrived.items()}
+            if all(raw == packed for raw in told.values()) and not refused(signatures[self.rank]):
+                return
             found = {self.rank: json.loads(mine)}
-            for r, x in arrived.items():
-                raw = bytes(x.numpy())
+            for r, raw in told.items():
                 found[r] = json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
             compare(found, step)
 
@@ -295,6 +350,11 @@ def refusal(problem: Exception) -> Signature:
     return {_REFUSED: type(problem).__name__, "text": text}
 
 
+def refused(signature: Signature) -> bool:
+    """Whether a signature is a refusal."""
+    return _REFUSED in signature
+
+
 _REFUSED = "refused"
 _KINDS = {"ValueError": ValueError, "TypeError": TypeError}
 
@@ -305,10 +365,10 @@ def compare(signatures: Mapping[int, Signature], step: str) -> None:
     Where ranks refuse, it is what the first of them raises, if that is a ValueError or a TypeError, else a RingError.
     """
     ranks = sorted(signatures)
-    refused = [r for r in ranks if _REFUSED in signatures[r]]
-    if refused:
-        kind, text = signatures[refused[0]][_REFUSED], signatures[refused[0]]["text"]
-        who = f"rank{'s' if len(refused) > 1 else ''} {', '.join(map(str, refused))}"
+    refusing = [r for r in ranks if refused(signatures[r])]
+    if refusing:
+        kind, text = signatures[refusing[0]][_REFUSED], signatures[refusing[0]]["text"]
+        who = f"rank{'s' if len(refusing) > 1 else ''} {', '.join(map(str, refusing))}"
         raise _KINDS.get(kind, RingError)(f"{step}: refused on {who}: {'' if kind in _KINDS else kind + ': '}{text}")
     for name in signatures[ranks[0]]:  # rank 0's order, so that all ranks name the same one
         values: dict[str, list[int]] = {}

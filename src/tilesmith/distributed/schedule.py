@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
 from tilesmith.distributed.pieces import Call, Sight, apart, calls, pieces, seen, spans
 
 HeadRange = tuple[int, int]
-
-
-class HeadPart(NamedTuple):
-    """Some of the kv heads, and the query heads that read them."""
-
-    q: HeadRange
-    kv: HeadRange
 
 
 @dataclass(frozen=True)
@@ -39,6 +31,59 @@ class Transfer:
     heads: HeadRange | None = None
 
 
+class Moves(tuple[Transfer, ...]):
+    """Transfers that are posted together; every rank knows all of them."""
+
+    @cached_property
+    def spans(self) -> dict[int, Range]:
+        """Of each rank that others read, the places from the first to the last that any of them does."""
+        found: dict[int, Range] = {}
+        for move in self:
+            if move.source != move.target:
+                low, high = found.get(move.source, (move.at, move.at + move.tokens))
+                found[move.source] = min(low, move.at), max(high, move.at + move.tokens)
+        return found
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:
+        found: dict[tuple[int, int], list[Transfer]] = {}
+        for move in self:
+            found.setdefault((move.source, move.target), []).append(move)
+        return {pair: tuple(moves) for pair, moves in found.items()}
+
+    def own(self, rank: int) -> tuple[Transfer, ...]:
+        """What a rank copies from its own tensors."""
+        return self._pairs.get((rank, rank), ())
+
+    def readers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that read a rank's tensors."""
+        return tuple(target for source, target in self._pairs if source == rank != target)
+
+    def reads(self, rank: int) -> list[tuple[int, tuple[Transfer, ...]]]:
+        """What a rank reads of each other one: first of the next one before it, so that no rank is read by all."""
+        found = [(source, moves) for (source, target), moves in self._pairs.items() if target == rank != source]
+        return sorted(found, key=lambda read: (read[0] >= rank, -read[0]))
+
+    @cached_property
+    def back(self) -> Moves:
+        """The same tokens from targets to sources, into buffers that hold one transfer after another."""
+        landed: dict[int, int] = {}
+        found = []
+        for move in self:
+            to = landed.get(move.source, 0)
+            found.append(Transfer(move.target, move.source, move.to, to, move.tokens))
+            landed[move.source] = to + move.tokens
+        return Moves(found)
+
+    @cached_property
+    def landed(self) -> dict[int, int]:
+        """How many tokens come to each rank."""
+        found: dict[int, int] = {}
+        for move in self:
+            found[move.target] = found.get(move.target, 0) + move.tokens
+        return found
+
+
 @dataclass(frozen=True)
 class Stage:
     """Keys that arrive together and the calls that use them; one entry for each rank.
@@ -47,7 +92,7 @@ class Stage:
     answers: the same calls for results, where few queries that other stages answer too are apart from the others.
     """
 
-    transfers: tuple[Transfer, ...]
+    transfers: Moves
     held: tuple[tuple[Range, ...], ...]
     calls: tuple[tuple[Call, ...], ...]
     answers: tuple[tuple[Call, ...], ...]
@@ -62,8 +107,8 @@ class Schedule:
     layout: Layout
     groups: Layout
     degree: int
-    q_moves: tuple[Transfer, ...]
-    kv_moves: tuple[Transfer, ...]
+    q_moves: Moves
+    kv_moves: Moves
     q_heads: tuple[HeadRange, ...]
     kv_heads: tuple[HeadRange, ...]
     stages: tuple[Stage, ...]
@@ -99,7 +144,7 @@ def schedule(
     held = layout.grouped(groups) if degree > 1 else layout
     shared = [shared_heads(heads, kv_heads, degree, rank % degree) for rank in range(layout.size)]
     q_moves, kv_moves = (
-        _head_moves(layout, held, groups, [each[i] for each in shared]) if degree > 1 else () for i in (0, 1)
+        _head_moves(layout, held, groups, [each[i] for each in shared]) if degree > 1 else Moves() for i in (0, 1)
     )
     q_heads, kv_shared = (tuple(each[i] for each in shared) for i in (0, 1))
     return Schedule(
@@ -123,34 +168,7 @@ def shared_heads(heads: int, kv_heads: int, degree: int, slot: int) -> tuple[Hea
     return (first, first + mine), (first // group, (first + mine - 1) // group + 1)
 
 
-ROOM = 2.2  # shards of keys and values that a ring may hold beside q, k, v, out and lse
-LEAST_PAIRS = 1 << 32  # of a query and a key: 3.5 ms on an H200 at head dim 128, 300 times what a call takes beside it
-
-
-def head_parts(
-    heads: int, kv_heads: int, tokens: int, dim: int, value_dim: int, itemsize: int
-) -> tuple[HeadPart, ...]:  # fmt: skip
-    """The parts of the heads that a ring works on, one after another, so that what it holds is that of a part.
-
-    Beside its own keys a rank holds those that it uses, those that arrive and a copy of those that it sends; for
-    gradients, in fp32, those of its own keys, of a stage's, a copy of these to be sent, and those that arrive; and two
-    results or gradients of queries in fp32, the sum and a call's. As few parts as keep all that to `ROOM`, or as many
-    as there are kv heads; but a part's heads have `LEAST_PAIRS` pairs of a rank's tokens: shorter shards need little
-    memory, and more calls would take longer. tokens: of a rank; itemsize: bytes of an element of q.
-    """
-    shard, wide = kv_heads * (dim + value_dim) * itemsize, max(4, itemsize)
-    gradients = 4 * kv_heads * (dim + value_dim) * wide
-    wanted = (3.0 + (gradients + 2 * heads * max(dim, value_dim) * wide) / shard) / ROOM
-    most = max(1, heads * tokens * tokens // LEAST_PAIRS)
-    able = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= most]
-    count = next((n for n in able if n >= wanted), able[-1])
-    some, some_kv = heads // count, kv_heads // count
-    return tuple(HeadPart((i * some, (i + 1) * some), (i * some_kv, (i + 1) * some_kv)) for i in range(count))
-
-
-def _head_moves(
-    layout: Layout, held: Layout, groups: Sequence[range], heads: Sequence[HeadRange]
-) -> tuple[Transfer, ...]:
+def _head_moves(layout: Layout, held: Layout, groups: Sequence[range], heads: Sequence[HeadRange]) -> Moves:
     moves = []
     for group, ranges in zip(groups, held.ranges):
         place = dict(zip(ranges, offsets(ranges)))
@@ -160,7 +178,7 @@ def _head_moves(
                 begin, to = next((r[0], o) for r, o in place.items() if r[0] <= start and stop <= r[1])
                 for target in group:
                     moves.append(Transfer(source, target, at, to + start - begin, stop - start, heads[target]))
-    return tuple(moves)
+    return Moves(moves)
 
 
 def _stages(
@@ -168,7 +186,7 @@ def _stages(
 ) -> tuple[Stage, ...]:
     size = held.size
     own = [spans(ranges, starts) for ranges in held.ranges]
-    found = [((), held.ranges, [pieces(x, x, sight) for x in own])]
+    found = [(Moves(), held.ranges, [pieces(x, x, sight) for x in own])]
     sources = [[[(r - t) % size] for r in range(size)] for t in range(1, size)]
     if not steps and size > 1:
         sources = [[[s for s in range(size) if s != r] for r in range(size)]]
@@ -182,7 +200,7 @@ def _stages(
             buffers.append(joined((start, stop) for start, stop, _ in arriving))
             work.append(pieces(own[r], spans(buffers[-1], starts), sight))
         if moves:
-            found.append((tuple(moves), buffers, work))
+            found.append((Moves(moves), buffers, work))
     answers = [apart([work[r] for _, _, work in found], pack) for r in range(size)]
     return tuple(
         Stage(

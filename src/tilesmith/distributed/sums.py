@@ -23,12 +23,16 @@ class Rows:
     """out and lse of a rank's rows from the results of several calls.
 
     Rows that one call answers keep its result, which has the sinks in it. Those that several answer are sums, and so
-    are all rows of these calls. summand: the dtype of results that are parts of sums.
+    are all rows of these calls. summand: the dtype of results that are parts of sums. into: out and lse that are to be
+    written; else they are made.
     """
 
-    def __init__(self, q: Tensor, value_dim: int, calls: Sequence[Call], summand: torch.dtype, sinks: Tensor | None):
-        self.q, self.value_dim, self.sinks = q, value_dim, sinks
-        spans = [_span(call) for call in calls]
+    def __init__(
+        self, q: Tensor, value_dim: int, calls: Sequence[Call], summand: torch.dtype, sinks: Tensor | None,
+        into: Sequence[Tensor] | None = None,
+    ):  # fmt: skip
+        self.q, self.value_dim, self.sinks, self._into = q, value_dim, sinks, into
+        spans = [span(call) for call in calls]
         shared = several(spans)
         self._summed = {(low, high) for low, high in spans if any(low < end and begin < high for begin, end in shared)}
         # what kernels round is still added in fp32 where there is more than one addition
@@ -40,15 +44,15 @@ class Rows:
 
     def adds(self, call: Call) -> bool:
         """Whether the result of a call is part of a sum."""
-        return _span(call) in self._summed
+        return span(call) in self._summed
 
     def take(self, call: Call, out: Tensor, lse: Tensor) -> None:
         """Put in the result of a call, which is not read again."""
-        low, high = _span(call)
+        low, high = span(call)
         if self.adds(call):
             next(x for x in self._sums if x.low <= low and high <= x.high).take(low, out, lse)
         elif (low, high) == (0, self.q.shape[2]):
-            self.out, self.lse = out, lse
+            self._is(out, lse)
         else:
             self._put(low, high, out, lse)
 
@@ -58,10 +62,18 @@ class Rows:
             one = self._sums.pop()
             out, lse = one.total(self.sinks)
             if (one.low, one.high) == (0, self.q.shape[2]):
-                return out.to(self.q.dtype), lse
+                self._is(out, lse)
+                return self.out, self.lse
             self._put(one.low, one.high, out, lse)
         self._make()
         return self.out, self.lse
+
+    def _is(self, out: Tensor, lse: Tensor) -> None:
+        """All rows have these results."""
+        if self._into is None:
+            self.out, self.lse = out.to(self.q.dtype), lse
+        else:
+            self.out, self.lse = (x.copy_(y) for x, y in zip(self._into, (out, lse)))
 
     def _put(self, low: int, high: int, out: Tensor, lse: Tensor) -> None:
         self._make()
@@ -69,8 +81,9 @@ class Rows:
 
     def _make(self) -> None:
         if self.out is None:
-            self.out = out_like(self.q, self.value_dim).zero_()
-            self.lse = _no_keys(self.q)
+            self.out, self.lse = self._into or (out_like(self.q, self.value_dim), _no_keys(self.q))
+            self.out.zero_()
+            self.lse.fill_(NO_KEYS)
             if self.sinks is not None:
                 self.lse.copy_(self.sinks[:, None])
 
@@ -135,8 +148,13 @@ class Sum:
         """The sum, zeros where nothing was added."""
         return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
 
+    def write(self, into: Tensor) -> None:
+        """Round the sum into `into`."""
+        into.zero_() if self.value is None else into.copy_(self.value)
 
-def _span(call: Call) -> Range:
+
+def span(call: Call) -> Range:
+    """A call's queries."""
     return call.q, call.q + call.tokens
 
 

@@ -1,0 +1,203 @@
+"""Messages between GPUs of one host through memory that all of them map, moved by copy engines.
+
+A rank copies what others read of its tensors into its own part of that memory, and raises a flag on each reader. A
+reader's side stream waits for the flag and copies what it needs across the link. No kernel sends or receives, so
+attention keeps all multiprocessors, and posting costs the host a few calls in place of NCCL's for each message. Flags
+are written and awaited by the streams themselves (cuStreamWriteValue32, cuStreamWaitValue32).
+
+Memory is symmetric memory of torch.distributed. It grows to what the largest exchange needs; exchanges above `MOST`
+bytes are left to NCCL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilesmith.distributed.schedule import Moves
+
+SLOTS = 2  # exchanges that may be under way
+LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
+_ALIGNED = 256  # bytes: where tensors of an exchange begin
+_VIEWS = 4096  # of memory, that are kept
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """An exchange under way: what the reading stream waits for, and the tensors that are written until then."""
+
+    event: torch.cuda.Event
+    kept: Sequence[Tensor]
+
+
+class PeerMemory:
+    """The memory of one rank of `group`, whose ranks are GPUs of one host; made and used by all ranks alike.
+
+    gather: all ranks' values of one object, by rank, over a channel of the hosts. Raises RuntimeError, on all ranks,
+    where memory cannot be shared.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, gather: Callable[[Any], list[Any]]):
+        self._group, self._device, self._gather = group, device, gather
+        self._index = device.index  # what takes no lookup
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._count = self._bytes = 0
+        self._handle: Any = None
+        self._free: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._under_way: dict[int, Arrival] = {}
+        self._views: dict[Any, Tensor] = {}
+        self._agree(lambda: _identity(device), "share", same=True)
+        self._agree(_driver, "call the driver")
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self._grow(LEAST)
+
+    def move(self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor]) -> Arrival | None:
+        """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`. None,
+        on all ranks, where an exchange is too large."""
+        rows = [x[0].numel() * x.element_size() for x in sent]
+        starts = {source: _starts(rows, high - low) for source, (low, high) in moves.spans.items()}
+        need = max((each[-1] for each in starts.values()), default=0)
+        if need > MOST:
+            return None
+        if need > self._bytes:
+            self._grow(1 << (need - 1).bit_length())
+        self._count += 1
+        slot, turn = self._count % SLOTS, self._count & 0xFFFFFFFF
+        here, side = torch.cuda.current_stream(self._index), self._side
+        if self._free[slot] is not None:
+            here.wait_event(self._free[slot])
+        self._under_way.pop(slot, None)
+        me, readers = self._rank, moves.readers(self._rank)
+        if readers:
+            low, high = moves.spans[me]
+            for x, start in zip(sent, starts[me]):
+                self._view(me, slot, start, (high - low, *x.shape[1:]), x.dtype).copy_(x[low:high])
+        side.wait_event(here.record_event())
+        with torch.cuda.stream(side):
+            for reader in readers:
+                self._write(reader, me, turn)
+            for source, some in moves.reads(me):
+                self._wait(source, turn)
+                low, high = moves.spans[source]
+                for i, (x, start) in enumerate(zip(into, starts[source])):
+                    shape = high - low, *sent[i].shape[1:]
+                    whole = self._view(source, slot, start, shape, x.dtype)
+                    for move in some:
+                        there = whole[move.at - low : move.at - low + move.tokens]
+                        there = there if move.heads is None else there[:, :, slice(*move.heads)]
+                        x[move.to : move.to + move.tokens].copy_(there)
+                self._write(source, self._size + me, turn)
+            arrival = Arrival(side.record_event(), tuple(into))
+            for reader in readers:
+                self._wait(self._size + reader, turn)
+            self._free[slot] = side.record_event()
+        self._under_way[slot] = arrival
+        return arrival
+
+    def wait(self, arrival: Arrival) -> None:
+        """Let the current stream wait for an exchange."""
+        torch.cuda.current_stream(self._index).wait_event(arrival.event)
+        for slot, one in list(self._under_way.items()):
+            if one is arrival:
+                del self._under_way[slot]
+
+    def _grow(self, size: int) -> None:
+        """Memory with slots of `size` bytes, of all ranks."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        torch.cuda.synchronize(self._device)
+        self._gather(None)  # nobody reads the old one
+        self._handle = None
+        self._views.clear()
+        self._flags = -(-2 * self._size * 4 // _ALIGNED) * _ALIGNED
+        with torch.cuda.device(self._device):
+            made = self._agree(
+                lambda: symmetric.empty(self._flags + SLOTS * size, dtype=torch.uint8, device=self._device), "allocate"
+            )
+            made.zero_()
+            torch.cuda.synchronize(self._device)
+            self._handle = self._agree(lambda: symmetric.rendezvous(made, self._group), "map")
+        self._memory, self._bytes = made, size
+        self._gather(None)  # all flags are 0 before one is raised
+
+    def _agree(self, make: Callable[[], Any], what: str, same: bool = False) -> Any:
+        """What `make` makes, if it does on all ranks; same: and is the same on all."""
+        made, why = None, ""
+        try:
+            made = make()
+        except Exception as problem:  # whatever the driver or PyTorch says
+            why = f"{type(problem).__name__}: {problem}"
+        told = self._gather((why, made if same else None))
+        failed = [f"rank {rank} cannot {what}: {said}" for rank, (said, _) in enumerate(told) if said]
+        if not failed and same and len({value for _, value in told}) > 1:
+            failed = ["ranks are on several hosts"]
+        if failed:
+            raise RuntimeError("; ".join(failed))
+        return made
+
+    def _view(self, rank: int, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        key = rank, slot, start, shape, dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            first = (self._flags + slot * self._bytes + start) // dtype.itemsize
+            found = self._views[key] = self._handle.get_buffer(rank, shape, dtype, first)
+        return found
+
+    def _write(self, rank: int, flag: int, value: int) -> None:
+        _driver().write(self._side.cuda_stream, self._handle.buffer_ptrs[rank] + 4 * flag, value)
+
+    def _wait(self, flag: int, value: int) -> None:
+        _driver().wait(self._side.cuda_stream, self._handle.buffer_ptrs[self._rank] + 4 * flag, value)
+
+
+def _starts(rows: Sequence[int], tokens: int) -> list[int]:
+    """Where tensors with rows of so many bytes begin in a slot, and the end."""
+    found = [0]
+    for row in rows:
+        found.append(found[-1] + -(-row * tokens // _ALIGNED) * _ALIGNED)
+    return found
+
+
+def _identity(device: torch.device) -> tuple[str, str]:
+    if device.type != "cuda" or torch.version.hip:
+        raise RuntimeError(f"tensors are on {device}")
+    return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class _Driver:
+    """Two functions of CUDA's driver."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._write, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
+        for function in (self._write, self._wait):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Behind what the stream does, with its writes visible."""
+        _check(self._write(stream, address, value, 0), "cuStreamWriteValue32")
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """Until what is there has reached `value`, around 2^32."""
+        _check(self._wait(stream, address, value, 0), "cuStreamWaitValue32")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise RuntimeError(f"{what} gave CUDA error {code}")
+
+
+@cache
+def _driver() -> _Driver:
+    return _Driver()

@@ -1,0 +1,160 @@
+"""What travels while ranks compute: one call's work, its parcels, and the stages that run beside them.
+
+Tensors are [B, heads, T, D]; what travels is their view [T, B, heads, D], of which a run of tokens is one block of
+memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tilesmith.distributed.kernels import Kernel, Terms
+from tilesmith.distributed.parts import HeadPart
+from tilesmith.distributed.pieces import Call
+from tilesmith.distributed.ring import Answer, Parcel, Ring
+from tilesmith.distributed.schedule import Moves, Schedule, Stage, Transfer
+
+Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One call of context-parallel attention on the ranks of this process; terms: of each of them. parts: of the
+    forward and of the backward, heads that are worked on one part after another, so that keys of others and sums are
+    those of a part; one part or none: all at once.
+    number: of the call among those of its group. answer: whether all ranks make this call; None: they do. early: own
+    keys are so few that ranks may work on them while they compare."""
+
+    ring: Ring
+    schedule: Schedule
+    kernel: Kernel
+    terms: Mapping[int, Terms]
+    parts: tuple[Sequence[HeadPart], Sequence[HeadPart]] = ((), ())
+    number: int = 0
+    answer: Answer | None = None
+    early: bool = False
+
+    def move(self, moves: Moves, sent: Shards, into: Shards, step: str) -> Any:
+        """Begin to move tokens, when all ranks agree; sent, into: [T, B, heads, D].
+
+        Not before: what a rank of another shape or call receives or sends has another size or order, on which gloo
+        closes the connection, and for which NCCL's kernels wait on the device, where nothing can call them back.
+        """
+        if self.answer is not None:
+            self.answer()
+        through_memory = getattr(self.ring, "move", None)
+        posted = None if through_memory is None else through_memory(moves, sent, into, step)
+        return self.ring.post(parcels(self.ring, moves, sent, into), step) if posted is None else posted
+
+    @property
+    def comparing(self) -> bool:
+        """Whether ranks have yet to hear if they agree."""
+        return self.answer is not None and self.answer.pending
+
+
+def parcels(ring: Ring, moves: Sequence[Transfer], sent: Shards, into: Shards) -> list[Parcel]:
+    """Parcels of the moves that begin or end in this process; tensors by token."""
+    parcels = []
+    for move in moves:
+        here, there = move.source in ring.ranks, move.target in ring.ranks
+        if not (here or there):
+            continue
+        many = len(sent[move.source] if here else into[move.target])
+        for i in range(many):
+            give = take = None
+            if here:
+                give = sent[move.source][i][move.at : move.at + move.tokens]
+                give = give if move.heads is None else give[:, :, move.heads[0] : move.heads[1]]
+            if there:
+                take = into[move.target][i][move.to : move.to + move.tokens]
+            parcels.append(Parcel(move.source, move.target, give, take))
+    return parcels
+
+
+Landing = list[tuple[Transfer, list[Tensor]]]
+
+
+def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, Landing]:
+    """Begin to send what ranks computed for others' tokens back to them."""
+    back = moves.back
+    sent = {r: [by_token(x) for x in tensors] for r, tensors in given.items()}
+    into = {r: [x.new_empty(back.landed.get(r, 0), *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
+    posted = work.move(back, sent, into, step)
+    landing = [
+        (move, [x[way.to : way.to + way.tokens] for x in into[move.source]])
+        for move, way in zip(moves, back)
+        if move.source in into
+    ]
+    return posted, landing
+
+
+def through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
+    """Run `compute` on each stage's keys while those of the next travel.
+
+    While ranks compare their calls, only local work may be done: on few own keys. Many are worked on while the first
+    transfer is under way, which hides more than the comparison takes.
+    """
+    stages = work.schedule.stages
+    own = {r: tensors[1:3] for r, tensors in shards.items()}
+    sent = {r: [by_token(x) for x in tensors] for r, tensors in own.items()}
+    keys, pending = own, None
+    for i, stage in enumerate(stages):
+        if pending is not None:
+            work.ring.wait(pending[0])
+            keys = {r: [by_head(x) for x in tensors] for r, tensors in pending[1].items()}
+            pending = None
+        following = stages[i + 1 : i + 2]
+        step, late = f"{what}, step {i + 1} of {len(stages) - 1}", i == 0 and work.early and work.comparing
+        if following and not late:
+            pending = fetch(work, following[0], sent, step)
+        try:
+            compute(stage, keys)
+        except BaseException:  # the other ranks' transfers end, and so do ours, before their memory is given up
+            with contextlib.suppress(Exception):
+                if following:
+                    work.ring.wait((pending or fetch(work, following[0], sent, step))[0])
+            raise
+        if following and late:
+            pending = fetch(work, following[0], sent, step)
+
+
+def fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict[int, list[Tensor]]]:
+    into = {}
+    for r, tensors in sent.items():
+        tokens = sum(stop - start for start, stop in stage.held[r])
+        into[r] = [x.new_empty(tokens, *x.shape[1:]) for x in tensors]
+    return work.move(stage.transfers, sent, into, step), into
+
+
+def to_begin(work: Work, shards: Shards) -> tuple[dict[int, Terms], dict[int, int]]:
+    """The terms of each rank, and the number of its next call, of all parts."""
+    return {r: of_rank(work, r) for r in shards}, dict.fromkeys(shards, 0)
+
+
+def of_part(shards: Shards, part: HeadPart) -> Shards:
+    q_heads, kv_heads = slice(*part.q), slice(*part.kv)
+    return {r: (q[:, q_heads], k[:, kv_heads], v[:, kv_heads]) for r, (q, k, v) in shards.items()}
+
+
+def of_rank(work: Work, rank: int) -> Terms:
+    terms = work.terms[rank]
+    return terms if work.schedule.degree == 1 else terms.of_heads(work.schedule.q_heads[rank])
+
+
+def cut(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, keys = slice(call.q, call.q + call.tokens), slice(call.k, call.k + call.keys)
+    return q[:, :, rows], k[:, :, keys], v[:, :, keys]
+
+
+def by_token(x: Tensor) -> Tensor:
+    """[B, heads, T, D] as [T, B, heads, D]."""
+    return x.permute(2, 0, 1, 3)
+
+
+def by_head(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)
