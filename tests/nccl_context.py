@@ -1,9 +1,12 @@
-"""What GPUs check of context parallelism over NCCL, with any number of them.
+"""What GPUs check of context parallelism over NCCL, with any number of them; without GPUs shorter, over gloo.
 
 torchrun --nproc-per-node 2 tests/nccl_context.py   # values in bf16, disagreement, stalls, torch's own with our kernels
-python tests/nccl_context.py killed 2               # a rank that is killed; without GPUs over gloo
+python tests/nccl_context.py killed 2               # a rank that is killed
+
+Each rank says how each check went; the exit code is the number of those that failed.
 """
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -17,12 +20,15 @@ from torch.nn import functional as F
 import tilesmith
 from tilesmith import ops
 from tilesmith.bench.ranks import current_device, memory_in_use, process_group, synchronize
-from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
+from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention, cost
+from tilesmith.distributed.parts import Split, Splits
 
 CAUSAL = ops.Mask(causal=True)
+ODD, EVEN = (4097, 2048) if torch.cuda.is_available() else (257, 128)  # tokens
 
 
-def inputs(tokens, heads=(8, 2, 2), dim=128, device="cuda"):
+def inputs(tokens, heads=(8, 2, 2), dim=128):
+    device = current_device()
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(1, h, tokens, dim, device=device, dtype=torch.bfloat16, generator=generator) for h in heads]
 
@@ -34,8 +40,8 @@ def close(x, expected):
 
 def check_modes():
     """Uneven numbers of tokens, grouped heads, softcap."""
-    layout, rank = Layout.zigzag(4097, dist.get_world_size()), dist.get_rank()
-    whole = [x.requires_grad_() for x in inputs(4097)]
+    layout, rank = Layout.zigzag(ODD, dist.get_world_size()), dist.get_rank()
+    whole = [x.requires_grad_() for x in inputs(ODD)]
     score = ops.Score(softcap=20.0)
     out, _ = ops.attention(*whole, CAUSAL, score)
     dout = torch.randn_like(out)
@@ -43,16 +49,21 @@ def check_modes():
     exact = torch.autograd.grad(out, whole, dout)
     mine = [layout.shard(x.detach(), rank, 2).requires_grad_() for x in whole]
     held = sum(b - a for a, b in layout.ranges[rank])
-    for mode in ("allgather", "ring", "ulysses", "auto"):
-        got, _ = context_parallel_attention(*mine, None, CAUSAL, score, mode=mode, layout=layout)
+    for mode in ("allgather", "ring", "ring in parts", "ulysses", "auto"):
+        with in_parts() if "parts" in mode else contextlib.nullcontext():
+            got, _ = context_parallel_attention(*mine, None, CAUSAL, score, mode=mode.split()[0], layout=layout)
+            grads = torch.autograd.grad(got, mine, layout.shard(dout, rank, 2))
         close(got, layout.shard(out, rank, 2))
-        for g, e in zip(torch.autograd.grad(got, mine, layout.shard(dout, rank, 2)), exact):
+        for g, e in zip(grads, exact):
             close(g, layout.shard(e, rank, 2))
             assert not g[:, :, held:].any()
 
 
 def check_memory_of_all():
     """Transfers by copy engines come to the bits of NCCL's, in any size, order and mode."""
+    if not torch.cuda.is_available():
+        assert ProcessGroupRing().shares_memory is False
+        return
     by_engine, by_nccl = ProcessGroupRing(), ProcessGroupRing(peer_memory=False)
     for tokens in (512, 4096, 514, 65536, 1024):
         layout, rank = Layout.zigzag(tokens, dist.get_world_size()), dist.get_rank()
@@ -68,23 +79,36 @@ def check_memory_of_all():
     assert by_engine.shares_memory and by_nccl.shares_memory is False
 
 
+@contextlib.contextmanager
+def in_parts():
+    """A ring works on one kv head after another, and for gradients on half of the query heads that read it."""
+    chosen, cost.ring_parts = cost.ring_parts, lambda *_: cost.RingParts(Splits(Split(2), Split(2, 2)))
+    try:
+        yield
+    finally:
+        cost.ring_parts = chosen
+
+
 def check_compile():
-    layout, rank = Layout.zigzag(2048, dist.get_world_size()), dist.get_rank()
-    mine = [layout.shard(x, rank, 2).requires_grad_() for x in inputs(2048)]
+    layout, rank = Layout.zigzag(EVEN, dist.get_world_size()), dist.get_rank()
+    mine = [layout.shard(x, rank, 2).requires_grad_() for x in inputs(EVEN)]
     call = lambda q, k, v: context_parallel_attention(q * 2, k, v, None, CAUSAL, layout=layout)[0] * 2  # noqa: E731
     expected = torch.autograd.grad(call(*mine).sum(), mine)
-    for g, e in zip(torch.autograd.grad(torch.compile(call)(*mine).sum(), mine), expected):
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"  # a CPU may have no compiler
+    for g, e in zip(torch.autograd.grad(torch.compile(call, backend=backend)(*mine).sum(), mine), expected):
         close(g, e)
 
 
 def check_torchs_context_parallel():
-    """F.scaled_dot_product_attention inside of it runs our kernels."""
+    """F.scaled_dot_product_attention inside of it runs our kernels, which a CPU has none of."""
+    if not torch.cuda.is_available():
+        return
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 
     tilesmith.register_for_sdpa()
-    layout, rank = Layout.zigzag(2048, dist.get_world_size()), dist.get_rank()
-    whole = [x.requires_grad_() for x in inputs(2048, (8, 8, 8))]
+    layout, rank = Layout.zigzag(EVEN, dist.get_world_size()), dist.get_rank()
+    whole = [x.requires_grad_() for x in inputs(EVEN, (8, 8, 8))]
     out, _ = ops.attention(*whole, CAUSAL)
     dout = torch.randn_like(out)
     dist.broadcast(dout, 0)
@@ -112,11 +136,11 @@ def check_fp8_layers_under_fsdp():
 
 def check_disagreement():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    q, k, v = inputs(1024)
+    q, k, v = inputs(EVEN)
     context_parallel_attention(q, k, v, None, CAUSAL)
     for field, call in {
         "q.shape": lambda: context_parallel_attention(
-            *[x[:, :, : 512 if rank == last else 1024] for x in (q, k, v)], None, CAUSAL
+            *[x[:, :, : EVEN // 2 if rank == last else EVEN] for x in (q, k, v)], None, CAUSAL
         ),
         "causal": lambda: context_parallel_attention(q, k, v, None, ops.Mask(causal=rank != last)),
     }.items():
@@ -133,7 +157,7 @@ def check_disagreement():
 
 def check_a_stalled_rank():
     ring = ProcessGroupRing(timeout=3.0)
-    q, k, v = inputs(1024)
+    q, k, v = inputs(EVEN)
     context_parallel_attention(q, k, v, ring, CAUSAL)
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(6)
@@ -153,7 +177,7 @@ def _outlives(rank, size, port, told):
     with process_group():
         device = current_device()
         ring = ProcessGroupRing(timeout=20.0)
-        q, k, v = (x.requires_grad_() for x in inputs(1024, device=device))
+        q, k, v = (x.requires_grad_() for x in inputs(EVEN))
         call = lambda: context_parallel_attention(q, k, v, ring, CAUSAL)[0].sum().backward()  # noqa: E731
         for _ in range(2):  # NCCL takes its buffers
             call()
@@ -190,7 +214,8 @@ def killed(size) -> int:
     return failures
 
 
-def main() -> None:
+def main() -> int:
+    failures = 0
     with process_group() as rank:
         for name, check in list(globals().items()):
             if name.startswith("check_"):
@@ -198,11 +223,13 @@ def main() -> None:
                 told = "ok"
                 try:
                     check()
+                    synchronize(current_device())
                 except Exception:
                     told = traceback.format_exc()
-                torch.cuda.synchronize()
+                    failures += 1
                 sys.stdout.write(f"rank {rank} {name}: {time.monotonic() - began:.1f} s {told}\n")
                 sys.stdout.flush()
+    return failures
 
 
 if __name__ == "__main__":

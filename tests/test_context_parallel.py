@@ -1,7 +1,10 @@
 """Context parallelism: gloo ranks run the checks of sharded_context.py in one spawn; schedules, layouts and local rings
 run here."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +45,19 @@ FOUR = (
 def test_ranks(tmp_path, size, only):
     told = run_checks(tmp_path, size, only, modules=("sharded_sequences", "sharded_context"))
     assert not any("FAILED" in one for one in told), "\n".join(told)
+
+
+@gloo
+def test_the_checks_of_gpus_run_without_them():
+    """tests/nccl_context.py, shorter and over gloo, so that it still runs when there are GPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), env.get("PYTHONPATH", "")])
+    run = subprocess.run([*command, ROOT / "tests" / "nccl_context.py"], env=env, capture_output=True, text=True)
+    told = [line for line in run.stdout.splitlines() if line.startswith("rank ")]
+    assert run.returncode == 0 and len(told) == 10 and all(line.endswith(" ok") for line in told), (
+        run.stdout + run.stderr
+    )
 
 
 LAYOUTS = [

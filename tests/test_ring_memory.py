@@ -181,5 +181,8 @@ def test_an_explanation_says_what_a_ring_holds():
     ring = next(one for one in said.estimates if one.mode == "ring")
     assert ring.parts == cost.ring_parts(_problem(1 << 15, 32, 8, 8), SM90)
     told = next(line for line in str(said).splitlines() if line.startswith("  ring: "))
-    assert f"forward in {ring.parts.splits.forward.parts} parts of the heads" in told and "shards of keys held" in told
+    assert (
+        f"forward in {ring.parts.splits.forward.parts} parts of the heads" in told
+        and "shards of keys and sums held" in told
+    )
     assert all(one.parts is None for one in said.estimates if one.mode != "ring")

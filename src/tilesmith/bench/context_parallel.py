@@ -125,7 +125,8 @@ def _ring(group: dist.ProcessGroup, peer_memory: bool) -> ProcessGroupRing:
 
 def _providers(problem: Problem) -> dict[str, Callable[[], Provider]]:
     """Ways to compute a problem by name; each is made when its turn comes, and may then raise."""
-    modes = ("allgather", "ulysses") if dist.get_world_size() == 2 else MODES  # on 2 ranks the others do the same
+    # on 2 ranks a hybrid is one of the others, and "auto" takes one of them
+    modes = ("allgather", "ring", "ulysses") if dist.get_world_size() == 2 else MODES
     found: dict[str, Callable[[], Provider]] = {f"{OURS} {m}": (lambda m=m: _ours(problem, m)) for m in modes}
     if current_device().type != "cuda":
         return found  # the others need one

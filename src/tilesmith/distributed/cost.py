@@ -103,7 +103,7 @@ class RingParts:
         for i, name in enumerate(("forward", "backward")):
             many = self.splits[i].parts
             one = "all heads at once" if many == 1 else f"{many} parts of the heads"
-            said = f"{name} in {one}, {self.held[i]:.1f} shards of keys held"
+            said = f"{name} in {one}, {self.held[i]:.1f} shards of keys and sums held"
             said += f", {self.loss[i]:.1%} slower" if many > 1 else ""
             told.append(said + (f" ({self.wanted[i]})" if self.wanted[i] else ""))
         return "; ".join(told)
@@ -306,8 +306,9 @@ def _travel(
 def _compute(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, split: Split) -> float:
     row = 4 * problem.batch * problem.dim
     flops = row * heads * sum(call.pairs for call in calls)
-    # a tile is all keys of some queries of a head, and in the backward all queries of some keys
-    tiles = row * TILE * sum(call.tokens + call.keys for call in calls) / 2 * machine.multiprocessors
+    # a tile is what some queries of a head see, and in the backward what sees some keys
+    seen = sum(call.pairs / call.tokens + call.pairs / call.keys for call in calls) / 2
+    tiles = row * TILE * seen * machine.multiprocessors
     return (flops + TAIL * tiles * split.parts) / machine.rate + machine.ramp * len(calls) * split.parts
 
 

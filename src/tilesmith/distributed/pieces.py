@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from tilesmith.distributed.layout import Range, joined, length
@@ -71,7 +72,7 @@ class Call:
     cu_q: tuple[int, ...] = ()
     cu_k: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees."""
         if not self.cu_q:
@@ -281,14 +282,14 @@ def _agreed(side: int | None, asked: int, length: int, lengths: Sequence[int]) -
 
 
 def _pairs(tokens: int, keys: int, left: int, right: int) -> int:
-    found = 0
-    if left < 0 and right < 0:
-        return tokens * keys
-    if left < 0 and right == 0 and tokens <= keys:
-        return tokens * (keys - tokens) + tokens * (tokens + 1) // 2
-    for i in range(tokens):
-        place = i + keys - tokens
-        low = 0 if left < 0 else max(0, place - left)
-        high = keys if right < 0 else min(keys, place + right + 1)
-        found += max(0, high - low)
-    return found
+    ahead = keys - tokens  # query i stands beside key i + ahead
+    ends = tokens * keys if right < 0 else _clipped(tokens, ahead + right + 1, keys)
+    return ends - (0 if left < 0 else _clipped(tokens, ahead - left, keys))
+
+
+def _clipped(count: int, first: int, most: int) -> int:
+    """The sum of so many numbers that follow each other, each brought to between 0 and `most`."""
+    above = min(count, max(0, -first))  # from here on above 0
+    full = min(count, max(above, most - first))  # from here on `most`
+    between = full - above
+    return between * (first + above) + between * (between - 1) // 2 + (count - full) * most
