@@ -129,8 +129,9 @@ def check_fp8_layers_under_fsdp():
     """Gradients are the ranks' mean; a batch of one rank that is not finite skips all ranks' step."""
     from sharded_models import check_fsdp_of_fp8_layers
 
-    mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
-    with torch.device("cuda"):
+    device = current_device()
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    with device:
         check_fsdp_of_fp8_layers(mesh)
 
 
