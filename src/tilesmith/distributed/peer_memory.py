@@ -15,7 +15,7 @@ import ctypes
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,14 @@ class Arrival:
     kept: Sequence[Tensor]
 
 
+class CannotShare(RuntimeError):
+    """Why ranks have no memory in common; raised on all of them."""
+
+
 class PeerMemory:
     """The memory of one rank of `group`, whose ranks are GPUs of one host; made and used by all ranks alike.
 
-    gather: all ranks' values of one object, by rank, over a channel of the hosts. Raises RuntimeError, on all ranks,
-    where memory cannot be shared.
+    gather: all ranks' values of one object, by rank, over a channel of the hosts. Raises CannotShare.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, gather: Callable[[Any], list[Any]]):
@@ -57,12 +60,13 @@ class PeerMemory:
         self._views: dict[Any, Tensor] = {}
         self._agree(lambda: _identity(device), "share", same=True)
         self._agree(_driver, "call the driver")
+        self._symmetric = self._agree(_symmetric_memory, "share memory with this PyTorch")
         self._side = torch.cuda.Stream(device, priority=-1)
         self._grow(LEAST)
 
     def move(self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor]) -> Arrival | None:
         """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`. None,
-        on all ranks, where an exchange is too large."""
+        on all ranks, where an exchange is too large. Raises CannotShare where memory is too small and cannot grow."""
         rows = [x[0].numel() * x.element_size() for x in sent]
         starts = {source: _starts(rows, high - low) for source, (low, high) in moves.spans.items()}
         need = max((each[-1] for each in starts.values()), default=0)
@@ -112,22 +116,26 @@ class PeerMemory:
 
     def _grow(self, size: int) -> None:
         """Memory with slots of `size` bytes, of all ranks."""
-        from torch.distributed import _symmetric_memory as symmetric
-
         torch.cuda.synchronize(self._device)
         self._gather(None)  # nobody reads the old one
-        self._handle = None
+        self._memory = self._handle = None
         self._views.clear()
         self._flags = -(-2 * self._size * 4 // _ALIGNED) * _ALIGNED
         with torch.cuda.device(self._device):
-            made = self._agree(
-                lambda: symmetric.empty(self._flags + SLOTS * size, dtype=torch.uint8, device=self._device), "allocate"
-            )
+            made = self._agree(lambda: self._allocated(self._flags + SLOTS * size), "allocate")
             made.zero_()
             torch.cuda.synchronize(self._device)
-            self._handle = self._agree(lambda: symmetric.rendezvous(made, self._group), "map")
+            self._handle = self._agree(lambda: self._symmetric.rendezvous(made, self._group), "map")
         self._memory, self._bytes = made, size
         self._gather(None)  # all flags are 0 before one is raised
+
+    def _allocated(self, size: int) -> Tensor:
+        allocate = partial(self._symmetric.empty, size, dtype=torch.uint8, device=self._device)
+        try:
+            return allocate()
+        except RuntimeError:  # PyTorch keeps what it does not use
+            torch.cuda.empty_cache()
+            return allocate()
 
     def _agree(self, make: Callable[[], Any], what: str, same: bool = False) -> Any:
         """What `make` makes, if it does on all ranks; same: and is the same on all."""
@@ -141,7 +149,7 @@ class PeerMemory:
         if not failed and same and len({value for _, value in told}) > 1:
             failed = ["ranks are on several hosts"]
         if failed:
-            raise RuntimeError("; ".join(failed))
+            raise CannotShare("; ".join(failed))
         return made
 
     def _view(self, rank: int, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -173,6 +181,13 @@ def _identity(device: torch.device) -> tuple[str, str]:
     if device.type != "cuda" or torch.version.hip:
         raise RuntimeError(f"tensors are on {device}")
     return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _symmetric_memory() -> Any:
+    """A private module of PyTorch, without which NCCL serves."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
 
 
 class _Driver:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilesmith.distributed.lost import cause
-from tilesmith.distributed.peer_memory import Arrival, PeerMemory
+from tilesmith.distributed.peer_memory import Arrival, CannotShare, PeerMemory
 from tilesmith.distributed.schedule import Moves
 from tilesmith.engine.argument_checks import flag, located
 
@@ -126,10 +126,16 @@ class ProcessGroupRing:
         sent, into: of this rank, tensors [T, B, heads, D].
         """
         mine, theirs = sent[self.rank], into[self.rank]
-        if not self._shares or self.size == 1 or not moves.spans or self._memory(mine[0].device) is None:
+        if not self._shares or self.size == 1 or not moves.spans:
             return None
         try:
+            if self._peers is None:
+                self._peers = PeerMemory(self.group, mine[0].device, self._gathered)
             arrival = self._peers.move(moves, mine, theirs)
+        except CannotShare as problem:
+            self._peers, self._shares = None, False
+            log.info("%s", f"rank {self.rank}: transfers go through NCCL, not through memory of all ranks: {problem}")
+            return None
         except RuntimeError as problem:
             raise RingError(f"rank {self.rank}: {step}: {problem}") from problem
         for move in moves.own(self.rank) if arrival is not None else ():
@@ -142,15 +148,6 @@ class ProcessGroupRing:
     def shares_memory(self) -> bool | None:
         """Whether transfers go through memory that all ranks map; None where no transfer has found out yet."""
         return self._peers is not None if self._peers is not None or not self._shares else None
-
-    def _memory(self, device: torch.device) -> PeerMemory | None:
-        if self._peers is None:
-            try:
-                self._peers = PeerMemory(self.group, device, self._gathered)
-            except RuntimeError as problem:
-                self._shares = False
-                log.info("%s", f"rank {self.rank}: transfers go through NCCL, not through memory of all: {problem}")
-        return self._peers
 
     def _gathered(self, value: Any) -> list[Any]:
         found = [None] * self.size
