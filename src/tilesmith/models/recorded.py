@@ -77,7 +77,7 @@ class Recorded:
         self.memory, self.links, self._repeats = memory, tuple(links), repeats
         self._device = leaves[0].device
         self._ticket: weakref.ref[Ticket] | None = None
-        self._sources = [Fingerprint(block) for block in dict.fromkeys(map(_block, self.links))]
+        self._source = Fingerprint(dict.fromkeys(map(_block, self.links)))
         homes: dict[Tensor, int] = {}  # of each parameter, the first link that has it
         for place, link in enumerate(self.links):
             for parameter in _trained(link):
@@ -209,7 +209,7 @@ class Recorded:
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
-        return any(source.changed() for source in self._sources)
+        return self._source.changed()
 
     def run(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that all links return."""
