@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,9 @@ class Memory:
         own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for r in self.recordings for t in r.buffers}
         return self.recorder.memory() + sum(own.values())
 
-    def slot(self, tensor: Tensor) -> Slot:
-        """The slot that holds `tensor`, or a new one."""
-        found = next((slot for slot in self.slots if slot.holds(tensor)), None)
+    def slot(self, tensor: Tensor, taken: Collection[Slot | None]) -> Slot:
+        """The slot that holds `tensor`, but none of those `taken`, or a new one."""
+        found = next((slot for slot in self.slots if slot.holds(tensor) and slot not in taken), None)
         if found is None:
             found = Slot(tensor)
             self.slots.add(found)
@@ -67,7 +67,7 @@ class Ticket:
 
 class Recorded:
     """Forward and backward of blocks, each `Link` behind the one before, for arguments of the first like `leaves`;
-    recorded when this is made.
+    recorded when this is made. calls: how many calls of blocks a replay serves.
 
     repeats: the backward runs the forward again, so nothing but the arguments is kept between the two (checkpointing).
     Raises CannotRecord, or what the recorder or a block raises.
@@ -75,8 +75,12 @@ class Recorded:
 
     def __init__(self, memory: Memory, links: Sequence[Link], leaves: list[Tensor], repeats: bool):
         self.memory, self.links, self._repeats = memory, tuple(links), repeats
+        self.calls = len(links)
         self._device = leaves[0].device
+        if any(leaf.device != self._device for leaf in leaves):
+            raise CannotRecord("it is given tensors of several devices")
         self._ticket: weakref.ref[Ticket] | None = None
+        self._copied = self.links[0].copied
         self._source = Fingerprint(dict.fromkeys(map(_block, self.links)))
         homes: dict[Tensor, int] = {}  # of each parameter, the first link that has it
         for place, link in enumerate(self.links):
@@ -104,11 +108,13 @@ class Recorded:
         memory.results.update({t.data_ptr(): t for t in self.results})
         self.buffers = [x for x in (*self._inputs, *self._d_results) if x is not None]
         self._zero = [not repeats] * len(self._d_results)  # whether a buffer holds zeros
+        if self.stale():
+            raise CannotRecord("its forward changes modules or their attributes")
 
     def _take(self, leaf: Tensor) -> None:
         """Decide where an argument lies while graphs read it."""
         if not leaf.requires_grad:
-            slot = self.memory.slot(leaf)
+            slot = self.memory.slot(leaf, self._slots)  # two arguments that are one tensor now may be two later
             self._slots.append(slot)
             self._inputs.append(slot.buffer)
             return
@@ -240,6 +246,9 @@ class Recorded:
         ticket, waiting, number = Ticket(), self.memory.waiting, self.number
         waiting[number] = self
         self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
+        if self._copied:
+            self._forward()
+            return ticket, [result.clone() for result in self.results]
         for result in self.results:  # whoever saved the last replay's result for a gradient is told by autograd
             torch.autograd.graph.increment_version(result)
         self._forward()

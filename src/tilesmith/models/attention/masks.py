@@ -133,6 +133,9 @@ def key_mask(**given: Any) -> KeyMask | Tensor | None:
     if "q_length" in given and reaches_device("attention", torch.device(given.get("device", "cpu")).type):
         function = given.get("mask_function", causal_mask_function)
         rule = _rule(function)
+        if rule is not None and rule.documents is not None and TOLD.known and TOLD.positions is None:
+            rule = rule._replace(documents=None)
+            given["allow_is_causal_skip"] = True  # as below
         if rule is None and torch.compiler.is_compiling() and _is_joined(function):
             rule = _compiled_rule(**given)
             if rule is not None:
@@ -281,13 +284,24 @@ def _rule(function: Callable) -> _Rule | None:
 
 
 class _Told:
-    """What a model's caller gave it, of the call that torch.compile traces."""
+    """What a model's caller gave it, of the call that torch.compile traces or CUDA records."""
 
     positions: Tensor | None = None
     known = False
 
 
 TOLD = _Told()
+
+
+@contextlib.contextmanager
+def model_positions() -> Iterator[None]:
+    """Inside, positions are the model's own, so no mask is of packed sequences: transformers, which reads positions to
+    know, takes all of them for packed while CUDA records."""
+    before, TOLD.known, TOLD.positions = (TOLD.known, TOLD.positions), True, None
+    try:
+        yield
+    finally:
+        TOLD.known, TOLD.positions = before
 
 
 @constant_in_graphs
