@@ -5,6 +5,8 @@ It is asked before each replay, of hundreds of modules, so it compares in loops 
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
@@ -13,9 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-_INHERITED = frozenset(nn.Module().__dict__) - {"training"}
+_IGNORED = frozenset(nn.Module().__dict__) - {"training"} | {"_is_hf_initialized"}
 _FORWARD = repeat("forward")  # what `observed` looks for among the attributes of an instance
 _END = object()  # behind all that is compared, so that what was added or is gone does not pass
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _NEEDS = attrgetter("requires_grad")
 _CONTAINERS = {nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList}
 _IDLE = {"training", "_keys"}
@@ -39,6 +42,7 @@ class Fingerprint:
         self._hooks = [hooks for m in inside for hooks in _hooks(m)]
         self._handles = RemovableHandle.next_id
         self._called = [m.__dict__ for m in inside if type(m).forward is not nn.Module.forward]
+        self._sizes = [(vars(block), len(vars(block))) for block in blocks]
         self._plain = _by_names([*map(_read, modules), *_configurations(modules)])
 
     def _where(self) -> tuple[list[int], list[bool]]:
@@ -55,6 +59,8 @@ class Fingerprint:
                 return True
             self._handles = RemovableHandle.next_id
         if any(self._childless) or any(map(contains, self._called, _FORWARD)):
+            return True
+        if any(len(attributes) != size for attributes, size in self._sizes):  # a loss that is put on a model
             return True
         try:
             return any(list(map(read, holders)) != values for read, holders, values in self._plain)
@@ -81,13 +87,13 @@ def _configurations(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], 
 
 
 def _plain_attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of an object that are numbers, strings or flags, or lists and dicts of them."""
+    """The attributes of an object that are functions, numbers, strings or flags, or lists and dicts of the last three."""
     found = {}
     for name, value in holder.items():
         kind = type(value)
         inner = value.values() if kind is dict else value if kind in (list, tuple) else [value]
-        own = name not in _INHERITED and not name.startswith("_tilesmith")
-        if own and all(isinstance(v, bool | int | float | str) for v in inner):
+        own = name not in _IGNORED and not name.startswith("_tilesmith")
+        if own and (isinstance(value, _FUNCTIONS) or all(isinstance(v, bool | int | float | str) for v in inner)):
             found[name] = kind(value) if kind in (list, dict) else value
     return found
 

@@ -65,11 +65,14 @@ class WholeForm(BlockForm):
 def take_apart(out: Any) -> tuple[Kept, list[Tensor]]:
     """What a forward returned as its tensors, and what makes the same of others like them. Raises Foreign."""
     tensors: list[Tensor] = []
+    if type(out) is tuple:
+        parts = [_part(value, tensors) for value in out]
+        return Kept(lambda given: tuple(make(given) for make in parts)), tensors
     if not (isinstance(out, dict) and dataclasses.is_dataclass(out)):
         return Kept(_part(out, tensors)), tensors
     cls = type(out)  # an output of transformers: a dataclass, and a dict of those of its fields that are not None
-    parts = [(name, _part(value, tensors)) for name, value in out.items()]
-    return Kept(lambda given: cls(**{name: make(given) for name, make in parts})), tensors
+    fields = {name: _part(value, tensors) for name, value in out.items()}
+    return Kept(lambda given: cls(**{name: make(given) for name, make in fields.items()})), tensors
 
 
 def _part(value: Any, tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
