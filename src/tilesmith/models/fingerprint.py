@@ -87,7 +87,7 @@ def _configurations(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], 
 
 
 def _plain_attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of an object that are functions, numbers, strings or flags, or lists and dicts of the last three."""
+    """The attributes of an object that are functions, or numbers, strings and flags, also in lists and dicts."""
     found = {}
     for name, value in holder.items():
         kind = type(value)
