@@ -33,11 +33,12 @@ class Fingerprint:
         blocks = list(blocks)
         modules = list(dict.fromkeys(m for block in blocks for m in block.modules()))
         inside = [m for m in modules if not any(m is block for block in blocks)]
-        held = [d for m in modules for d in (m._parameters, m._buffers, m._modules) if d]
-        self._held = [d.values() for d in held]
-        self._parts = [*chain.from_iterable(self._held), _END]
-        self._tensors = [part for part in self._parts if isinstance(part, Tensor)]
+        self._held = [d.values() for m in modules for d in (m._parameters, m._buffers) if d]
+        self._values = [*chain.from_iterable(self._held), _END]
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._places, self._needs = self._where()
+        self._parents = [m._modules for m in modules if m._modules]
+        self._children = [dict(children) for children in self._parents]
         self._childless = [m._modules for m in modules if not m._modules]
         self._hooks = [hooks for m in inside for hooks in _hooks(m)]
         self._handles = RemovableHandle.next_id
@@ -49,7 +50,9 @@ class Fingerprint:
         return list(map(Tensor.data_ptr, self._tensors)), list(map(_NEEDS, self._tensors))
 
     def changed(self) -> bool:
-        if not all(map(is_, chain(chain.from_iterable(self._held), (_END,)), self._parts)):
+        if not all(map(is_, chain(chain.from_iterable(self._held), (_END,)), self._values)):
+            return True
+        if self._parents != self._children:  # modules are equal only to themselves
             return True
         if self._where() != (self._places, self._needs):
             return True

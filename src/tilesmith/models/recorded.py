@@ -282,8 +282,9 @@ class Recorded:
         gradients: list[Tensor | None] = [None] * len(self._homes)
         for places, own in self._gradients:
             for place, copy in zip(places, torch_private.clone_each(own)):
-                if self._homes[place] < ticket.served:  # the links behind that one were not asked for
-                    gradients[place] = copy
+                gradients[place] = copy
+        if ticket.served < len(self.links):  # the links behind that one were not asked for
+            gradients = [d if home < ticket.served else None for d, home in zip(gradients, self._homes)]
         return gradients
 
 
