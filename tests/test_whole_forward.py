@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import tilesmith
 from optimize_models import batch, build, ops_everywhere  # noqa: F401
 from test_graphs import Operators, Repeater, _recorder  # noqa: F401
 from tilesmith.models import graphs, whole_forward
-from tilesmith.models.attention.masks import KeyMask, model_positions
+from tilesmith.models.attention.masks import KeyMask, unpacked_positions
+from tilesmith.models.recorded_calls import Foreign
 from tilesmith.rewrite import forms
 
 LAYERS = 3
@@ -241,7 +243,7 @@ def test_hooks_are_called_each_time(how):
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("positions", whole_forward.POSITIONS),
+        ("image", f"given a {whole_forward.MASK}"),
         ("embedding", "weights beside the blocks are trained"),
         ("cache", "it returns a DynamicCache"),
         ("hooks", "so that hooks on parameters are called"),
@@ -253,8 +255,8 @@ def test_hooks_are_called_each_time(how):
 def test_what_is_recorded_by_blocks(how, why, monkeypatch):
     model, plain = _pair()
     more = {}
-    if how == "positions":
-        more["position_ids"] = torch.arange(12)[None]
+    if how == "image":  # which may have a mask of its own
+        more = {"attention_mask": torch.ones(2, 12, dtype=torch.long), "pixel_values": torch.zeros(1)}
     elif how == "cache":
         more["use_cache"] = True
     elif how == "group":
@@ -281,6 +283,76 @@ def test_what_is_recorded_by_blocks(how, why, monkeypatch):
     (found,) = record.beside
     assert found.startswith(why)
     assert f"What is around the blocks ran unrecorded {record.beside[found]} times: {found}" in record.told()
+
+
+def _masked(kind):
+    mask = torch.ones(2, 12, dtype=torch.long)
+    if kind == "behind":
+        mask[1, -3:] = 0
+    elif kind == "before":
+        mask[0, :2] = 0
+    return mask
+
+
+def test_padding_of_each_kind_is_recorded_by_itself():
+    model, plain = _pair("qwen3")
+    for number in range(4):
+        for kind in ("none", "behind", "before"):
+            given = {**_given(number), "attention_mask": _masked(kind)}
+            given["labels"] = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
+            given["labels"][:, 0:3] = -100
+            found, wanted = _step(model, given), _step(plain, given)
+            torch.testing.assert_close(found.loss, wanted.loss)
+            torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).wholes == 6 and _record(model).recorded == 3 and not _record(model).beside
+
+
+def test_packed_positions_are_told_from_others():
+    model, plain = _pair()
+    packed = torch.tensor([[*range(5), *range(7)], [*range(8), *range(4)]])
+    for number in range(4):
+        for positions in (torch.arange(12)[None], packed.roll(number % 2, 0)):
+            given = {**_given(number), "position_ids": positions}
+            torch.testing.assert_close(_step(model, given).loss, _step(plain, given).loss)
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).wholes == 4 and _record(model).recorded == 2 and not _record(model).beside
+
+
+def test_what_is_not_known_of_masks_and_positions():
+    ids, mask = torch.ones(2, 12, dtype=torch.long), _masked("behind")
+    of = whole_forward.Values.of
+    assert of({"input_ids": ids}, True) == (None, False)
+    assert of({"input_ids": ids, "attention_mask": mask}, False).padding == (mask.shape, False, True)
+    for arguments, decodes, why in (
+        ({"position_ids": ids[None]}, False, whole_forward.POSITIONS),
+        ({"attention_mask": mask}, True, whole_forward.MASK),
+        ({"attention_mask": mask, "pixel_values": torch.zeros(1)}, False, whole_forward.MASK),
+    ):
+        with pytest.raises(Foreign, match=re.escape(why)):
+            of(arguments, decodes)
+
+
+@pytest.mark.parametrize("kind", ["none", "behind", "before"])
+def test_a_recorded_mask_is_the_one_that_is_made_otherwise(kind, monkeypatch):
+    from transformers import masking_utils
+    from transformers.utils import import_utils
+
+    model = tilesmith.optimize(_frozen(attention="sdpa"), only="attention")
+    mask, embeds, positions = _masked(kind), torch.zeros(2, 12, 64), torch.arange(12)[None]
+
+    def made():
+        given = {"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions, "cache": None}
+        return masking_utils.create_causal_mask(config=model.config, **given)
+
+    wanted = made()
+    values = whole_forward.Values.of({"attention_mask": mask}, False)
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    assert isinstance(made(), KeyMask), "as if it were not known"
+    with values.known():
+        found = made()
+    assert (found is None) == (wanted is None) == (kind != "before")
+    if wanted is not None:
+        torch.testing.assert_close(found.tensor(), wanted.tensor())
 
 
 def test_calls_without_labels_or_gradients_run_as_before():
@@ -349,7 +421,7 @@ def test_masks_of_a_recorded_call_are_not_of_packed_sequences(monkeypatch):
     assert mask() is None
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
     assert isinstance(mask(), KeyMask) and mask().documents is not None
-    with model_positions():
+    with unpacked_positions():
         assert mask() is None
         padded = mask(attention_mask=batch("llama")["attention_mask"])
     torch.testing.assert_close(padded.tensor(), mask(attention_mask=batch("llama")["attention_mask"]).tensor())

@@ -7,12 +7,12 @@ launched by one call. `recorded.py` holds one recording, of one block or of seve
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from tilesmith.models.chains import Progress, Trail, one_by_one, single
 from tilesmith.models.reach import all_observed, observed
 from tilesmith.models.recorded import CannotRecord, Memory, Recorded
 from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
-from tilesmith.models.whole_forward import blocks_of, put_together, switched, take_apart, unfit
+from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
@@ -66,11 +66,12 @@ class Graphs:
         self._trail = Trail()
         self._progress: Progress | None = None
         self.within = False  # whether blocks run within a recording of the whole forward
+        self._values: Values | None = None  # of the call of a whole forward that was looked at last
         self._held = ""  # why no block is recorded by itself in this forward: it will be recorded as a whole
 
     def __getstate__(self) -> dict[str, Any]:
         # A recording is of the parameters that it was made with: a copy records its own.
-        own = ("_blocks", "_memory", "_trail", "_progress", "within", "_held")
+        own = ("_blocks", "_memory", "_trail", "_progress", "within", "_values", "_held")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -150,22 +151,37 @@ class Graphs:
         self._progress = Progress(entry, leaves, results)
         return self._take(self._progress)
 
-    def unrecorded_blocks(self) -> AbstractContextManager[None]:
-        """Inside, blocks run as they are: they are part of a recording."""
-        return switched(self, "within", True)
+    @contextlib.contextmanager
+    def unrecorded_blocks(self) -> Iterator[Values]:
+        """Inside, blocks run as they are: they are part of a recording, made for these values."""
+        with switched(self, "within", True):
+            yield self._values
 
-    def run_whole(self, plain: Call, apart: Call, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_whole(
+        self,
+        plain: Call,
+        apart: Call,
+        read: Callable[[], Values],
+        model: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
         """A call with labels of the model around the blocks: by a recording of it where one may serve it, else by
-        `plain`. apart: the same, with its result taken apart."""
-        leaves: list[Tensor] = []
+        `plain`. apart: the same, with its result taken apart. read: reads what a recording is made for."""
         if self.within or self.obstacle(model):
             return plain(model, args, kwargs)
+        known = self._blocks.get(model)
+        if known is not None and known.lasting is not None and known.lasting[1]():
+            self.beside[known.lasting[0]] += 1
+            return plain(model, args, kwargs)
+        leaves: list[Tensor] = []
         try:
             spec = flatten((args, kwargs), leaves)
+            self._values = read()
         except Foreign as argument:
             self.beside[f"given a {argument}"] += 1
             return plain(model, args, kwargs)
-        state = surroundings(model, leaves[0].device)
+        state = *surroundings(model, leaves[0].device), self._values
         call = single(model, apart, spec, tuple(map(described, leaves)), state, copied=True)
         entry, why = self._entry(model, call, leaves, lambda known: self._unfit(model, known, call))
         if entry is not None:
@@ -193,8 +209,7 @@ class Graphs:
         why = known.unfit.get(call.key) or one_by_one([call])
         if why:
             return why
-        if known.lasting is None or not known.lasting[1]():
-            known.lasting = unfit(model, blocks_of(model))
+        known.lasting = unfit(model, blocks_of(model))
         return known.lasting[0] if known.lasting is not None else ""
 
     def _take(self, progress: Progress) -> Any:

@@ -12,12 +12,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tilesmith.models.attention.masks import model_positions, unread_masks
+from tilesmith.models.attention.masks import Padding, are_packed, padding, unpacked_positions, unread_masks
 from tilesmith.models.blocks import BlockForm, checkpoints
 from tilesmith.models.layers.logits import LazyLogits
 from tilesmith.models.recorded_calls import Foreign, Kept, flatten, rebuild
@@ -25,7 +25,12 @@ from tilesmith.rewrite import given
 
 GRAPHS = "_tilesmith_graphs"
 """The attribute by which modules know what is recorded of their model."""
-POSITIONS = "position_ids are given, which transformers reads to find packed sequences"
+POSITIONS = "tensor of position_ids that is not [B, T]"
+MASK = "mask of one of several inputs"
+_TEXT = {
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels",
+    "num_items_in_batch",
+}  # fmt: skip
 _TRAINED = "weights beside the blocks are trained, of whose gradients it would hold copies"
 _CHECKPOINTED = "its blocks are checkpointed"
 
@@ -38,28 +43,55 @@ class WholeForm(BlockForm):
 
     def namespace(self, base: type) -> dict[str, Any]:
         whole = base.forward
-        names = list(inspect.signature(whole).parameters)[1:]
-        labels, positions = (names.index(n) if n in names else None for n in ("labels", "position_ids"))
+        names = tuple(inspect.signature(whole).parameters)[1:]
+        place = names.index("labels")
+        decodes = any(name.startswith("decoder_") for name in names)  # what an encoder has read
 
         def plain(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             return whole(model, *args, **kwargs)
 
         def apart(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            with model.__dict__[GRAPHS].unrecorded_blocks(), unread_masks(), model_positions():
+            with model.__dict__[GRAPHS].unrecorded_blocks() as values, values.known():
                 return take_apart(whole(model, *args, **kwargs))
 
         @functools.wraps(whole)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             graphs = self.__dict__.get(GRAPHS)
             compiling = torch.compiler.is_compiling()
-            if compiling or graphs is None or given("labels", labels, args, kwargs) is None:
+            if compiling or graphs is None or given("labels", place, args, kwargs) is None:
                 return whole(self, *args, **kwargs)
-            if given("position_ids", positions, args, kwargs) is not None:
-                graphs.beside[POSITIONS] += 1
-                return whole(self, *args, **kwargs)
-            return graphs.run_whole(plain, apart, self, args, kwargs)
+            read = functools.partial(Values.of, dict(zip(names, args)) | kwargs, decodes)
+            return graphs.run_whole(plain, apart, read, self, args, kwargs)
 
         return {"forward": forward}
+
+
+class Values(NamedTuple):
+    """What is read of a call's tensors before it is recorded or replayed, as the model would read it.
+
+    padding: of the mask of tokens, if there is one. packed: whether positions are those of packed sequences.
+    """
+
+    padding: Padding | None
+    packed: bool
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], decodes: bool) -> Values:
+        """decodes: whether the model reads another text before. Raises Foreign for what may not mean that."""
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        if isinstance(positions, Tensor) and positions.ndim != 2:
+            raise Foreign(POSITIONS)
+        masked = isinstance(mask, Tensor) and mask.ndim == 2
+        if masked and (decodes or any(isinstance(x, Tensor) for name, x in arguments.items() if name not in _TEXT)):
+            raise Foreign(MASK)
+        packed = mask is None and isinstance(positions, Tensor) and are_packed(positions)
+        return cls(padding(mask) if masked else None, packed)
+
+    @contextlib.contextmanager
+    def known(self) -> Iterator[None]:
+        """Inside, they are not read again, and masks come out alike whether CUDA records or not."""
+        with unread_masks(self.padding), contextlib.nullcontext() if self.packed else unpacked_positions():
+            yield
 
 
 def take_apart(out: Any) -> tuple[Kept, list[Tensor]]:
