@@ -1,8 +1,8 @@
 """`optimize(model, graphs=True)`: forward and backward of each repeated block recorded as CUDA graphs, by shape.
 
 A block whose kernels are shorter than the time that Python needs to launch them waits for the host. Its recording is
-launched by one call. `recorded.py` holds one recording, of one block or of several that follow each other, which
-`chains.py` sees; this file decides when a call may be served by one.
+launched by one call. `recorded.py` holds one recording: of one block, of several that follow each other, which
+`chains.py` sees, or of all from tokens to the loss (`whole_forward.py`). This file decides when one may serve a call.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        self.replays, self.seconds, self.renewed = 0, 0.0, 0
+        self.replays, self.wholes, self.seconds, self.renewed = 0, 0, 0.0, 0
         self.plain: Counter[str] = Counter()
         self.shapes: dict[str, set[tuple[int, ...]]] = {_NEW: set(), _BEYOND: set()}
         self.apart: Counter[str] = Counter()
         self.beside: Counter[str] = Counter()
-        self.wholes = 0
         self.refused: dict[str, str] = {}
         self._forget()
 
@@ -158,25 +157,23 @@ class Graphs:
             yield self._values
 
     def run_whole(
-        self,
-        plain: Call,
-        apart: Call,
-        read: Callable[[], Values],
-        model: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
+        self, ways: tuple[Call, Call], read: Callable[[], Values], model: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """A call with labels of the model around the blocks: by a recording of it where one may serve it, else by
-        `plain`. apart: the same, with its result taken apart. read: reads what a recording is made for."""
+        """A call with labels of the model around the blocks: by a recording of it where one may serve it. ways: what
+        runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
+        plain, apart = ways
         if self.within or self.obstacle(model):
             return plain(model, args, kwargs)
         known = self._blocks.get(model)
-        if known is not None and known.lasting is not None and known.lasting[1]():
-            self.beside[known.lasting[0]] += 1
+        why = "" if known is None else known.still(model)
+        if why:
+            self.beside[why] += 1
             return plain(model, args, kwargs)
         leaves: list[Tensor] = []
         try:
             spec = flatten((args, kwargs), leaves)
+            if self._memory.recorder.missing(leaves[0].device) or self._memory.recorder.busy():  # its blocks say so
+                return plain(model, args, kwargs)
             self._values = read()
         except Foreign as argument:
             self.beside[f"given a {argument}"] += 1
@@ -191,25 +188,21 @@ class Graphs:
         waits = why in (_NEW, _BEYOND, _AWAITS)
         with switched(self, "_held", why if waits else ""):
             out = plain(model, args, kwargs)
-        if waits:
-            self._look_at(model, call, out)
-        else:
+        if not waits:
             self.beside[why] += 1
-        return out
-
-    def _look_at(self, model: nn.Module, call: Link, out: Any) -> None:
-        """Note it if what a forward returns cannot be taken apart."""
+            return out
         try:
             take_apart(out)
         except Foreign as found:
             self._blocks[model].unfit[call.key] = f"it returns a {found}"
+        return out
 
     def _unfit(self, model: nn.Module, known: _Block, call: Link) -> str:
         """Why a forward is not recorded around its blocks, though it has run often enough; "" if it may be."""
-        why = known.unfit.get(call.key) or one_by_one([call])
-        if why:
-            return why
-        known.lasting = unfit(model, blocks_of(model))
+        if call.key in known.unfit:
+            return known.unfit[call.key]
+        why = one_by_one([call])
+        known.lasting = (why, lambda: bool(one_by_one([call]))) if why else unfit(model, blocks_of(model))
         return known.lasting[0] if known.lasting is not None else ""
 
     def _take(self, progress: Progress) -> Any:
@@ -369,6 +362,12 @@ class _Block:
         if not self.watched or not _is_watched(block, self.watched):
             self.watched = next((name for name, m in block.named_modules() if name and observed(m)), "")
         return f"{self.watched} in it has hooks" if self.watched else ""
+
+    def still(self, model: nn.Module) -> str:
+        """A reason that was found before and holds for each call of a model around blocks; "" if none does."""
+        if self.lasting is not None and self.lasting[1]():
+            return self.lasting[0]
+        return self.hooked(model) if self.watched else ""
 
     def full(self) -> bool:
         """Whether no further shape is recorded."""

@@ -61,7 +61,7 @@ class WholeForm(BlockForm):
             if compiling or graphs is None or given("labels", place, args, kwargs) is None:
                 return whole(self, *args, **kwargs)
             read = functools.partial(Values.of, dict(zip(names, args)) | kwargs, decodes)
-            return graphs.run_whole(plain, apart, read, self, args, kwargs)
+            return graphs.run_whole((plain, apart), read, self, args, kwargs)
 
         return {"forward": forward}
 
