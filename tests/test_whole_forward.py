@@ -240,6 +240,19 @@ def test_hooks_are_called_each_time(how):
     assert record.wholes == 2
 
 
+def test_hooks_of_the_model_itself_and_a_forward_put_on_it_are_called_around_it():
+    """accelerate puts a forward on the model that turns autocast on."""
+    model, plain = _pair()
+    seen = {model: [], plain: []}
+    for each, told in seen.items():
+        forward = each.forward
+        each.register_forward_pre_hook(lambda *_, told=told: told.append("before"))
+        each.register_forward_hook(lambda *_, told=told: told.append("behind"))
+        each.forward = lambda *a, told=told, forward=forward, **k: (told.append("own"), forward(*a, **k))[1]
+    assert _compared(model, plain, 4).wholes == 2
+    assert seen[model] == seen[plain] == ["before", "own", "behind"] * 4
+
+
 @pytest.mark.parametrize(
     ("how", "why"),
     [

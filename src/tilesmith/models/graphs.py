@@ -162,7 +162,7 @@ class Graphs:
         """A call with labels of the model around the blocks: by a recording of it where one may serve it. ways: what
         runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
         plain, apart = ways
-        if self.within or self.obstacle(model):
+        if self.within or self.obstacle(model, hooks=False):  # its own hooks are called around its forward
             return plain(model, args, kwargs)
         known = self._blocks.get(model)
         why = "" if known is None else known.still(model)
@@ -240,15 +240,15 @@ class Graphs:
                     of_block.seen[link.key] = 0
         return known[0]
 
-    def obstacle(self, block: nn.Module) -> str:
-        """Why no call of a block can be served now, whatever its arguments; "" if one can."""
+    def obstacle(self, block: nn.Module, hooks: bool = True) -> str:
+        """Why no call of a block can be served now, whatever its arguments; "" if one can. hooks: look for its own."""
         if type(block).__name__ in self.refused:
             return "it cannot be recorded"
         if not torch.is_grad_enabled():
             return "without gradients"
         if torch_private.in_backward():
             return "repeated within a backward (checkpointing with use_reentrant=True, or of more than the block)"
-        if observed(block):
+        if hooks and observed(block):
             return "it has hooks"
         if torch_private.saved_tensors_hooks(False) is not None and not checkpoints(block):
             return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
