@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import types
 import warnings
 
@@ -465,6 +466,22 @@ def test_a_block_that_changes_itself_is_refused():
         for _ in range(4):
             _step(model, torch.randn(2, 8))
     assert _record(model).replays == 0 and model.blocks[0].calls > 4
+
+
+class Skipping(Block):
+    def forward(self, x, scale=None):
+        return super().forward(x, scale) if random.random() < 2 else x
+
+
+def test_a_block_that_draws_on_the_host_is_refused():
+    """What it decides by the number is not in a graph."""
+    model = _stack()
+    model.blocks = nn.ModuleList(Skipping() for _ in range(3))
+    tilesmith.optimize(model, graphs=True)
+    with pytest.warns(UserWarning, match="Skipping runs unrecorded: its forward draws random numbers on the host"):
+        for _ in range(3):
+            _step(model, torch.randn(2, 8))
+    assert _record(model).replays == 0
 
 
 def test_a_changed_configuration_is_noticed():

@@ -153,6 +153,22 @@ def test_adapters_with_dropout_from_tokens_to_the_loss():
     assert _around(record) == (8 - graphs.PLAIN_CALLS, {}), record.told()
 
 
+def test_layers_that_are_skipped_at_random():
+    """The number that decides is drawn on the host."""
+    model = build("bart").cuda().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".layers." in name)
+    tilesmith.optimize(model, graphs=True)
+    before = torch.get_rng_state()
+    for number in range(4):
+        given = _inputs(number)
+        del given["attention_mask"]
+        _step(model, given, use_cache=False)
+    record = model.tilesmith_report.notes[-1]
+    assert record.wholes == 0 and any("on the host" in why for why in record.beside), record.told()
+    assert not torch.equal(before, torch.get_rng_state())
+
+
 def test_no_step_waits_for_the_device():
     model = tilesmith.optimize(_frozen_around(), graphs=True)
     given = _inputs(0)

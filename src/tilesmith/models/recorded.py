@@ -8,6 +8,7 @@ recording may keep activations where an earlier one computed.
 from __future__ import annotations
 
 import contextlib
+import random
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -130,13 +131,22 @@ class Recorded:
         buffers = [buffer for link in self.links for buffer in _block(link).buffers()]
         versions = [b._version for b in buffers]
         before, returned = recorder.random_state(device), []
+        python, host = random.getstate(), torch.get_rng_state()
+        drawn = False
         try:
             for link in self.links:
                 returned = self._warm(link, link.given(self._inputs, returned))
                 if not torch.equal(before, recorder.random_state(device)):
                     self._refuse_draws()
+            drawn = random.getstate() != python or (
+                device.type != "cpu" and not torch.equal(torch.get_rng_state(), host)
+            )
         finally:
+            random.setstate(python)
+            torch.set_rng_state(host)
             recorder.restore(device, before)
+        if drawn:  # by which it may decide what to run
+            raise CannotRecord("its forward draws random numbers on the host")
         if versions != [b._version for b in buffers]:
             raise CannotRecord("its forward writes to a buffer")
         self._needs = [d is not None for d in self._d_results]
