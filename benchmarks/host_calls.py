@@ -143,7 +143,9 @@ def main() -> int:
     rows = {name: variant(name, given.layers, given.steps) for name in given.variant or VARIANTS}
     for name, row in rows.items():
         sys.stdout.write(
-            f"{name:<9} " + ", ".join(f"{part} {ms:.2f}" for part, ms in row.items() if "replayed" not in part) + " ms\n"
+            f"{name:<9} "
+            + ", ".join(f"{part} {ms:.2f}" for part, ms in row.items() if "replayed" not in part)
+            + " ms\n"
         )
     document = {
         "processor": platform.processor() or platform.machine(),
