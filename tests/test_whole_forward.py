@@ -375,7 +375,11 @@ def test_calls_without_labels_or_gradients_run_as_before():
     torch.testing.assert_close(model(ids).logits, plain(ids).logits)
     with torch.no_grad():
         torch.testing.assert_close(model(**_given(5)).loss, plain(**_given(5)).loss)
+    for each in (model.eval(), plain.eval()):
+        each(**_given(5)).loss.backward()
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
     assert _record(model).wholes == 1
+    model.train(), plain.train()
     assert _compared(model, plain, 1).wholes == 2
 
 

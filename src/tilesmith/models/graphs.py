@@ -162,10 +162,10 @@ class Graphs:
         """A call with labels of the model around the blocks: by a recording of it where one may serve it. ways: what
         runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
         plain, apart = ways
-        if self.within or self.obstacle(model, hooks=False):  # its own hooks are called around its forward
+        # In eval mode it returns all logits; its own hooks are called around its forward.
+        if self.within or not model.training or self.obstacle(model, hooks=False):
             return plain(model, args, kwargs)
-        known = self._blocks.get(model)
-        why = "" if known is None else known.still(model)
+        why = known.still(model) if (known := self._blocks.get(model)) is not None else ""
         if why:
             self.beside[why] += 1
             return plain(model, args, kwargs)
