@@ -172,7 +172,8 @@ class Graphs:
         leaves: list[Tensor] = []
         try:
             spec = flatten((args, kwargs), leaves)
-            if self._memory.recorder.missing(leaves[0].device) or self._memory.recorder.busy():  # its blocks say so
+            recorder = self._memory.recorder
+            if not leaves or recorder.missing(leaves[0].device) or recorder.busy():  # its blocks say so
                 return plain(model, args, kwargs)
             self._values = read()
         except Foreign as argument:
@@ -365,9 +366,8 @@ class _Block:
 
     def still(self, model: nn.Module) -> str:
         """A reason that was found before and holds for each call of a model around blocks; "" if none does."""
-        if self.lasting is not None and self.lasting[1]():
-            return self.lasting[0]
-        return self.hooked(model) if self.watched else ""
+        holds = self.lasting is not None and self.lasting[1]()
+        return self.lasting[0] if holds else self.hooked(model) if self.watched else ""
 
     def full(self) -> bool:
         """Whether no further shape is recorded."""
