@@ -1,14 +1,14 @@
 """Steps that wait for the host, on one GPU: LoRA on few tokens, blocks with many small kernels.
 
     python benchmarks/host_bound.py results.json [--part train] [--part blocks] [--variant NAME ...] [--case TEXT]
-        [--rounds N] [--short] [--kernels]
+        [--rounds N] [--short] [--kernels] [--masked]
 
 Without --part all of them, without --variant all of a part's. Wall time is a median of rounds in which variants take
 turns; host time is what a step takes to return where nothing is queued before it. Device time is the sum of the kernels
 that a profiler saw in one step. What lies between them is told apart: up to `GAP`, as between the kernels of one graph,
 or longer, as where the device waits. Exits with 1 where a variant's loss is not that of the first. --short: one case of
-each part, few rounds. --kernels: the kernels that take the most, with how often they ran. Needs transformers, and peft
-for training.
+each part, few rounds. --kernels: the kernels that take the most, with how often they ran. --masked: training with a
+padding mask that pads nothing, as collators make it. Needs transformers, and peft for training.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ def wide(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def stepper(model: nn.Module, inputs: dict[str, torch.Tensor], adamw: bool) -> Callable[[], torch.Tensor]:
     """A training step that returns its loss."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    # As transformers' Trainer makes it by default (adamw_torch_fused).
     optimizer = torch.optim.AdamW(trained, 1e-5, fused=True) if adamw else None
 
     def step() -> torch.Tensor:
@@ -281,6 +282,8 @@ def train() -> tuple[dict[str, Any], bool]:
     for name, (batch, tokens) in cases[: 1 if OPTIONS.short else None]:
         ids = torch.randint(1000, (batch, tokens), generator=torch.Generator().manual_seed(2)).to(DEVICE)
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+        if OPTIONS.masked:
+            inputs["attention_mask"] = torch.ones_like(ids)
         say(f"{name}, LoRA r16, {batch}x{tokens}")
         made = lambda name=name, inputs=inputs: (with_adapters(llama(SIZES[name])).train(), inputs)  # noqa: E731
         rows, fine = compare(VARIANTS, made, OPTIONS.rounds or (3 if OPTIONS.short else 7), adamw=True)
@@ -314,6 +317,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--masked", action="store_true")
     given = parser.parse_args(namespace=OPTIONS)
     document, right = provenance(), True
     for name in given.part or PARTS:

@@ -133,3 +133,16 @@ def test_a_gradient_that_is_missing_is_told(model_steps):
             y.sum().backward()
     with pytest.raises(RuntimeError, match="rms_norm ran 3 times, its gradient 2 times"):
         step_parts.parts_of(forward, backward)
+
+
+def test_what_python_takes_of_a_recorded_step(tmp_path):
+    pytest.importorskip("peft")
+    path = tmp_path / "calls.json"
+    command = [sys.executable, str(SCRIPTS / "host_calls.py"), str(path), "--layers", "3", "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert list(rows) == ["eager", "optimize", "blocks", "graphs"]
+    assert all(min(row[part] for part in ("forward", "backward", "adamw", "step")) > 0 for row in rows.values())
+    assert [rows[name]["replayed_blocks"] for name in ("blocks", "graphs")] == [15, 15]
+    assert [rows[name]["replayed_wholes"] for name in ("blocks", "graphs")] == [0, 5]

@@ -12,7 +12,7 @@ from optimize_models import build, ops_everywhere  # noqa: F401
 from tilesmith import nn as tnn
 from tilesmith.attention.fusion import FusionStrategy, OptimizationLevel, create_unified_attention_fusion
 from tilesmith.engine import use
-from tilesmith.models.graphs import GraphedForm
+from tilesmith.models.graphs_rule import GraphedForm
 from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.optimization import RECORDED, RULES
 from tilesmith.rewrite import forms

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+import types
 import warnings
 
 import pytest
@@ -419,6 +421,77 @@ def test_arguments_beside_the_hidden_states():
     assert _record(model).replays == 9 and len(_record(model)._memory.slots) == 2  # x, which needs no gradient, too
     scale.mul_(2)  # in place: the copy is old
     torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
+
+
+def test_arguments_that_were_one_tensor_when_they_were_recorded(apart):
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    for number in range(5):
+        x = torch.randn(8)
+        scale = x if number < 3 else torch.randn(8)
+        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
+    assert _record(model).replays > 3, "also with two tensors"
+
+
+class Counting(Block):
+    """Ignores its second argument, counts its calls, and scales by what its configuration says."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.counts, self.calls, self.config = counts, 0, types.SimpleNamespace(factor=1.0, name="one")
+
+    def forward(self, x, ignored=None):
+        self.calls += self.counts
+        return super().forward(x) * self.config.factor
+
+
+def _counting(**more):
+    torch.manual_seed(0)
+    model = Stack()
+    model.blocks = nn.ModuleList(Counting(**more) for _ in range(3))
+    return model
+
+
+def test_tensors_of_several_devices_are_refused():
+    """A graph reads a number on the host once, when it is recorded."""
+    model = tilesmith.optimize(_counting(), graphs=True)
+    with pytest.warns(UserWarning, match="Counting runs unrecorded: it is given tensors of several devices"):
+        for _ in range(4):
+            _step(model, torch.randn(2, 8), torch.tensor(2.0, device="meta"))
+    assert _record(model).replays == 0
+
+
+def test_a_block_that_changes_itself_is_refused():
+    model = tilesmith.optimize(_counting(counts=True), graphs=True)
+    with pytest.warns(UserWarning, match="Counting runs unrecorded: its forward changes modules or their attributes"):
+        for _ in range(4):
+            _step(model, torch.randn(2, 8))
+    assert _record(model).replays == 0 and model.blocks[0].calls > 4
+
+
+class Skipping(Block):
+    def forward(self, x, scale=None):
+        return super().forward(x, scale) if random.random() < 2 else x
+
+
+def test_a_block_that_draws_on_the_host_is_refused():
+    """What it decides by the number is not in a graph."""
+    model = _stack()
+    model.blocks = nn.ModuleList(Skipping() for _ in range(3))
+    tilesmith.optimize(model, graphs=True)
+    with pytest.warns(UserWarning, match="Skipping runs unrecorded: its forward draws random numbers on the host"):
+        for _ in range(3):
+            _step(model, torch.randn(2, 8))
+    assert _record(model).replays == 0
+
+
+def test_a_changed_configuration_is_noticed():
+    model, plain = tilesmith.optimize(_counting(), graphs=True), _counting()
+    for number in range(7):
+        if number == 4:
+            model.blocks[1].config.factor = plain.blocks[1].config.factor = 3.0
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+    assert _record(model).renewed == 1 and _record(model).replays == 9
 
 
 @pytest.mark.parametrize(

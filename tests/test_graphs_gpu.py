@@ -89,6 +89,99 @@ def test_adapters():
     assert record.replays == 3 * (6 - graphs.PLAIN_CALLS) and not record.refused, record.told()
 
 
+def _frozen_around(**more):
+    model = _model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".layers." in name)
+    return tilesmith.optimize(model, **more)
+
+
+def _around(record):
+    """The forwards that were replayed as a whole, and why others were not."""
+    return record.wholes, dict(record.beside)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_from_tokens_to_the_loss(masked):
+    plain = _frozen_around()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    for number in range(6):
+        given = _inputs(number)
+        if not masked:
+            del given["attention_mask"]
+        torch.testing.assert_close(_step(model, given, use_cache=False), _step(plain, given, use_cache=False))
+        _close(model, plain)
+    record = model.tilesmith_report.notes[-1]
+    assert _around(record) == (6 - graphs.PLAIN_CALLS, {}) and record.recorded == 1, record.told()
+
+
+def test_padding_from_tokens_to_the_loss():
+    plain = _frozen_around()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    for number in range(4):
+        for padded in (None, "right", "left"):
+            given = {name: value.cuda() for name, value in batch("llama", padded=padded, length=24).items()}
+            given["input_ids"] = (given["input_ids"] + number) % 120 + 3
+            torch.testing.assert_close(_step(model, given, use_cache=False), _step(plain, given, use_cache=False))
+            _close(model, plain)
+    record = model.tilesmith_report.notes[-1]
+    assert _around(record) == (3 * (4 - graphs.PLAIN_CALLS), {}) and record.recorded == 3, record.told()
+
+
+def test_packed_positions_from_tokens_to_the_loss():
+    plain = _frozen_around()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
+    packed = torch.tensor([*range(10), *range(14)], device="cuda").repeat(2, 1)
+    for number in range(4):
+        for positions in (torch.arange(24, device="cuda")[None], packed):
+            given = {**_inputs(number), "position_ids": positions}
+            del given["attention_mask"]
+            torch.testing.assert_close(_step(model, given, use_cache=False), _step(plain, given, use_cache=False))
+            _close(model, plain)
+    record = model.tilesmith_report.notes[-1]
+    assert _around(record) == (2 * (4 - graphs.PLAIN_CALLS), {}) and record.recorded == 2, record.told()
+
+
+def test_adapters_with_dropout_from_tokens_to_the_loss():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
+    model = tilesmith.optimize(peft.get_peft_model(_model(), config).bfloat16().train(), graphs=True)
+    given = _inputs(0)
+    losses = {_step(model, given, use_cache=False).item() for _ in range(8)}
+    record = model.tilesmith_report.notes[-1]
+    assert len(losses) > 4, "each replay draws its own numbers"
+    assert _around(record) == (8 - graphs.PLAIN_CALLS, {}), record.told()
+
+
+def test_layers_that_are_skipped_at_random():
+    """The number that decides is drawn on the host."""
+    model = build("bart").cuda().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".layers." in name)
+    tilesmith.optimize(model, graphs=True)
+    before = torch.get_rng_state()
+    for number in range(4):
+        given = _inputs(number)
+        del given["attention_mask"]
+        _step(model, given, use_cache=False)
+    record = model.tilesmith_report.notes[-1]
+    assert record.wholes == 0 and any("on the host" in why for why in record.beside), record.told()
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_no_step_waits_for_the_device():
+    model = tilesmith.optimize(_frozen_around(), graphs=True)
+    given = _inputs(0)
+    del given["attention_mask"]
+    for _ in range(4):
+        _step(model, given, use_cache=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _step(model, given, use_cache=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_weights_that_an_optimizer_changes():
     plain = _model()
     model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)

@@ -115,6 +115,11 @@ def stateful_argument(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
     return ""
 
 
+def checkpoints(module: nn.Module) -> bool:
+    """Whether a module is one of transformers that repeats its forward in the backward."""
+    return bool(getattr(module, "gradient_checkpointing", False)) and module.training
+
+
 def observer() -> str:
     """What sees each operation of this call, or transforms it, so that it has to run as it is; "" if nothing does."""
     if torch_private.dispatch_modes():

@@ -20,9 +20,10 @@ from tilesmith.models.recorded_calls import Foreign, Link, flatten
 from tilesmith.models.recorded_tensors import Identity
 
 
-def single(block: nn.Module, plain: Call, spec: Any, shapes: tuple, state: tuple) -> Link:
+def single(block: nn.Module, plain: Call, spec: Any, shapes: tuple, state: tuple, copied: bool = False) -> Link:
     """A call that depends on no other."""
-    return Link(weakref.ref(block), plain, spec, shapes, state, tuple((False, place) for place in range(len(shapes))))
+    sources = tuple((False, place) for place in range(len(shapes)))
+    return Link(weakref.ref(block), plain, spec, shapes, state, sources, copied)
 
 
 class Trail:

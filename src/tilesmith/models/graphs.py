@@ -1,31 +1,31 @@
 """`optimize(model, graphs=True)`: forward and backward of each repeated block recorded as CUDA graphs, by shape.
 
 A block whose kernels are shorter than the time that Python needs to launch them waits for the host. Its recording is
-launched by one call. `recorded.py` holds one recording, of one block or of several that follow each other, which
-`chains.py` sees; this file decides when a call may be served by one.
+launched by one call. `recorded.py` holds one recording: of one block, of several that follow each other, which
+`chains.py` sees, or of all from tokens to the loss (`whole_forward.py`). This file decides when one may serve a call.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import time
 import warnings
 import weakref
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
-from tilesmith.engine.choice import pins
-from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observer
+from tilesmith.models.blocks import Call, checkpoints, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
 from tilesmith.models.reach import all_observed, observed
 from tilesmith.models.recorded import CannotRecord, Memory, Recorded
-from tilesmith.models.recorded_calls import Foreign, Link, flatten
+from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
+from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
@@ -34,7 +34,6 @@ once is not worth a recording."""
 MOST_SHAPES = 4
 _REMEMBERED = 256  # shapes of a block that are counted, and of a reason
 _NAMED = 3  # shapes of a reason in the report
-_GRAPHS = "_tilesmith_graphs"
 _AWAITS = "an earlier forward still awaits its backward"
 _NEW = "new shape"
 _BEYOND = f"beyond the {MOST_SHAPES} shapes that are recorded"
@@ -47,14 +46,16 @@ class Graphs:
     replays: calls served by a recording. seconds: spent recording. renewed: recordings dropped since blocks changed.
     plain: why a block ran as before -> how often. shapes: of these, a reason that has to do with the shape -> the first
     shapes that it met. refused: class -> why its blocks are not recorded. apart: why blocks that follow each other are
-    not recorded as one -> how often that was found.
+    not recorded as one -> how often that was found. wholes: forwards with their loss that were replayed. beside: why
+    the blocks of a call with labels are recorded without what is around them -> how often.
     """
 
     def __init__(self) -> None:
-        self.replays, self.seconds, self.renewed = 0, 0.0, 0
+        self.replays, self.wholes, self.seconds, self.renewed = 0, 0, 0.0, 0
         self.plain: Counter[str] = Counter()
         self.shapes: dict[str, set[tuple[int, ...]]] = {_NEW: set(), _BEYOND: set()}
         self.apart: Counter[str] = Counter()
+        self.beside: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
         self._forget()
 
@@ -63,10 +64,13 @@ class Graphs:
         self._memory = Memory(RECORDER())
         self._trail = Trail()
         self._progress: Progress | None = None
+        self.within = False  # whether blocks run within a recording of the whole forward
+        self._values: Values | None = None  # of the call of a whole forward that was looked at last
+        self._held = ""  # why no block is recorded by itself in this forward: it will be recorded as a whole
 
     def __getstate__(self) -> dict[str, Any]:
         # A recording is of the parameters that it was made with: a copy records its own.
-        own = ("_blocks", "_memory", "_trail", "_progress")
+        own = ("_blocks", "_memory", "_trail", "_progress", "within", "_values", "_held")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,15 +88,18 @@ class Graphs:
             return [f"Recorded blocks: none yet; a shape is recorded when it has trained {PLAIN_CALLS} times"]
         held = self._memory.bytes() / 2**20
         entries = [entry for block in self._blocks.values() for entry in block.recorded.values()]
-        most = max((len(entry.links) for entry in entries), default=0)
+        most = max((entry.calls for entry in entries), default=0)
         told = [
             f"Recorded blocks: {self.replays} calls replayed; pairs of graphs: {len(entries)}, of up to {most} blocks, "
             f"recorded in {self.seconds:.1f} s, {held:.1f} MiB held"
         ]
+        if self.wholes:
+            told.append(f"Forwards replayed as a whole, from tokens to the loss: {self.wholes}")
         if self.renewed:
             told.append(f"Recordings dropped because parameters moved or modules changed: {self.renewed}")
         told += [f"{cls} cannot be recorded and runs as before: {why}" for cls, why in self.refused.items()]
         told += [f"Blocks are recorded one by one: {why}" for why in self.apart]
+        told += [f"What is around the blocks ran unrecorded {n} times: {why}" for why, n in self.beside.items()]
         told += [f"Blocks ran unrecorded {n} times: {why}{self._listed(why)}" for why, n in self.plain.items()]
         return told
 
@@ -122,15 +129,15 @@ class Graphs:
         if not leaves:
             self.refuse("given no tensor")
             return plain(block, args, kwargs)
-        state = _state(block, leaves[0].device)
+        state = surroundings(block, leaves[0].device)
         progress = self._progress
         if progress is not None:
             if progress.asks(block, plain, spec, state, leaves):
                 return self._take(progress)
             self._progress = None
             self._take_apart(progress.entry, _OTHERWISE)
-        call = single(block, plain, spec, tuple(map(_described, leaves)), state)
-        entry, why = self._entry(block, call, leaves)
+        call = single(block, plain, spec, tuple(map(described, leaves)), state)
+        entry, why = self._entry(block, call, leaves, lambda known: self._held)
         if entry is None:
             self.refuse(why, leaves[0].shape)
             out = plain(block, args, kwargs)
@@ -142,6 +149,62 @@ class Graphs:
             return entry.rebuilt(0, list(results))
         self._progress = Progress(entry, leaves, results)
         return self._take(self._progress)
+
+    @contextlib.contextmanager
+    def unrecorded_blocks(self) -> Iterator[Values]:
+        """Inside, blocks run as they are: they are part of a recording, made for these values."""
+        with switched(self, "within", True):
+            yield self._values
+
+    def run_whole(
+        self, ways: tuple[Call, Call], read: Callable[[], Values], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """A call with labels of the model around the blocks: by a recording of it where one may serve it. ways: what
+        runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
+        plain, apart = ways
+        # In eval mode it returns all logits; its own hooks are called around its forward.
+        if self.within or not model.training or self.obstacle(model, hooks=False):
+            return plain(model, args, kwargs)
+        why = known.still(model) if (known := self._blocks.get(model)) is not None else ""
+        if why:
+            self.beside[why] += 1
+            return plain(model, args, kwargs)
+        leaves: list[Tensor] = []
+        try:
+            spec = flatten((args, kwargs), leaves)
+            recorder = self._memory.recorder
+            if not leaves or recorder.missing(leaves[0].device) or recorder.busy():  # its blocks say so
+                return plain(model, args, kwargs)
+            self._values = read()
+        except Foreign as argument:
+            self.beside[f"given a {argument}"] += 1
+            return plain(model, args, kwargs)
+        state = *surroundings(model, leaves[0].device), self._values
+        call = single(model, apart, spec, tuple(map(described, leaves)), state, copied=True)
+        entry, why = self._entry(model, call, leaves, lambda known: self._unfit(model, known, call))
+        if entry is not None:
+            self.replays += entry.calls
+            self.wholes += 1
+            return put_together(entry.rebuilt(0, list(entry.run(leaves))))
+        waits = why in (_NEW, _BEYOND, _AWAITS)
+        with switched(self, "_held", why if waits else ""):
+            out = plain(model, args, kwargs)
+        if not waits:
+            self.beside[why] += 1
+            return out
+        try:
+            take_apart(out)
+        except Foreign as found:
+            self._blocks[model].unfit[call.key] = f"it returns a {found}"
+        return out
+
+    def _unfit(self, model: nn.Module, known: _Block, call: Link) -> str:
+        """Why a forward is not recorded around its blocks, though it has run often enough; "" if it may be."""
+        if call.key in known.unfit:
+            return known.unfit[call.key]
+        why = one_by_one([call])
+        known.lasting = (why, lambda: bool(one_by_one([call]))) if why else unfit(model, blocks_of(model))
+        return known.lasting[0] if known.lasting is not None else ""
 
     def _take(self, progress: Progress) -> Any:
         """What the next block along a recording of several returns."""
@@ -155,7 +218,7 @@ class Graphs:
     def _follow(self, block: nn.Module, call: Link, leaves: list[Tensor], out: Any) -> None:
         """Note a call that ran as before, which may be recorded together with those before it."""
         known = self._blocks.get(block)
-        if known is None or _checkpoints(block) or _without_gradient(block, leaves):
+        if known is None or checkpoints(block) or _without_gradient(block, leaves):
             self._trail = Trail()
         elif self._trail.follow(call, leaves, out):
             known.trails[call.key] = self._trail.links
@@ -178,22 +241,25 @@ class Graphs:
                     of_block.seen[link.key] = 0
         return known[0]
 
-    def obstacle(self, block: nn.Module) -> str:
-        """Why no call of a block can be served now, whatever its arguments; "" if one can."""
+    def obstacle(self, block: nn.Module, hooks: bool = True) -> str:
+        """Why no call of a block can be served now, whatever its arguments; "" if one can. hooks: look for its own."""
         if type(block).__name__ in self.refused:
             return "it cannot be recorded"
         if not torch.is_grad_enabled():
             return "without gradients"
         if torch_private.in_backward():
             return "repeated within a backward (checkpointing with use_reentrant=True, or of more than the block)"
-        if observed(block):
+        if hooks and observed(block):
             return "it has hooks"
-        if torch_private.saved_tensors_hooks(False) is not None and not _checkpoints(block):
+        if torch_private.saved_tensors_hooks(False) is not None and not checkpoints(block):
             return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
         return all_observed() or observer()
 
-    def _entry(self, block: nn.Module, call: Link, leaves: list[Tensor]) -> tuple[Recorded | None, str]:
-        """The recording that serves a call and those behind it, or why there is none."""
+    def _entry(
+        self, block: nn.Module, call: Link, leaves: list[Tensor], unfit: Callable[[_Block], str]
+    ) -> tuple[Recorded | None, str]:
+        """The recording that serves a call and those behind it, or why there is none. unfit: why one that could be
+        made now is not; "" if it is."""
         recorder = self._memory.recorder
         missing = recorder.missing(leaves[0].device)
         if missing:
@@ -213,12 +279,12 @@ class Graphs:
                 return None, _AWAITS
             if whole is not None:
                 self._take_apart(whole, _OTHERWISE)
-            why = known.unready(call.key) or _without_gradient(block, leaves) or known.hooked(block)
+            why = known.unready(call.key) or _without_gradient(block, leaves) or unfit(known) or known.hooked(block)
             if why:
                 return None, why
             entry = self._record(block, known, call, leaves)
             if entry is None:
-                return None, "it cannot be recorded"
+                return None, known.unfit.get(call.key, "it cannot be recorded")
         return (entry, "") if entry.free(leaves) else (None, _AWAITS)
 
     def _record(self, block: nn.Module, known: _Block, call: Link, leaves: list[Tensor]) -> Recorded | None:
@@ -229,14 +295,18 @@ class Graphs:
             if len(links) > 1:
                 entry = self._record_together(known, links, leaves)
             if entry is None:
-                entry = Recorded(self._memory, [call], leaves, _checkpoints(block))
-        except (CannotRecord, RuntimeError) as problem:  # CUDA's errors are RuntimeErrors
+                entry = Recorded(self._memory, [call], leaves, checkpoints(block))
+        except (CannotRecord, RuntimeError, Foreign) as problem:  # CUDA's errors are RuntimeErrors
             cls, why = type(block).__name__, _short(problem)
+            if call.copied:  # then its blocks are recorded
+                known.unfit[call.key] = why
+                return None
             self.refused[cls] = why
             warnings.warn(f"optimize(graphs=True): {cls} runs unrecorded: {why}", stacklevel=2)
             return None
         finally:
             self.seconds += time.perf_counter() - start
+        entry.calls = len(blocks_of(block)) if call.copied else len(entry.links)
         known.recorded[call.key] = entry
         for link in entry.links[1:]:
             self._blocks[link.block()].parts[link.key] = entry
@@ -271,7 +341,8 @@ class _Block:
 
     recorded: recordings that start with it. parts: those that have it further behind. seen: how often it ran calls that
     are not recorded. trails: the calls that followed one. alone: calls that are not recorded with those behind them.
-    watched: the name of a module inside that had hooks when it was last looked at.
+    watched: the name of a module inside that had hooks when it was last looked at. unfit: of a model around blocks, why
+    calls are not recorded; lasting: why none is, with what tells whether that still holds.
     """
 
     def __init__(self) -> None:
@@ -281,6 +352,8 @@ class _Block:
         self.trails: dict[Any, list[Link]] = {}
         self.alone: set[Any] = set()
         self.watched = ""
+        self.unfit: dict[Any, str] = {}
+        self.lasting: tuple[str, Callable[[], bool]] | None = None
 
     def hooked(self, block: nn.Module) -> str:
         """Why a block is not recorded, as a replay would not call the hooks of a module inside; "" if there are none.
@@ -290,6 +363,11 @@ class _Block:
         if not self.watched or not _is_watched(block, self.watched):
             self.watched = next((name for name, m in block.named_modules() if name and observed(m)), "")
         return f"{self.watched} in it has hooks" if self.watched else ""
+
+    def still(self, model: nn.Module) -> str:
+        """A reason that was found before and holds for each call of a model around blocks; "" if none does."""
+        holds = self.lasting is not None and self.lasting[1]()
+        return self.lasting[0] if holds else self.hooked(model) if self.watched else ""
 
     def full(self) -> bool:
         """Whether no further shape is recorded."""
@@ -306,43 +384,6 @@ class _Block:
         return _NEW if self.seen[key] <= PLAIN_CALLS else ""
 
 
-@dataclass(frozen=True)
-class GraphedForm(BlockForm):
-    """The same forward, recorded with its backward."""
-
-    state: ClassVar[tuple[str, ...]] = (_GRAPHS,)
-
-    def namespace(self, base: type) -> dict[str, Any]:
-        way = Forwards(base.forward)
-
-        @functools.wraps(way.forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            graphs = self.__dict__.get(_GRAPHS)
-            if torch.compiler.is_compiling() or graphs is None:
-                return way.forward(self, *args, **kwargs)
-            why = graphs.obstacle(self)
-            if why:
-                graphs.refuse(why)
-                return way.forward(self, *args, **kwargs)
-            whole = functools.partial(graphs.run, way.whole)
-            prefill = functools.partial(graphs.run, way.prefill)
-            return way.run(self, args, kwargs, whole, prefill, graphs.refuse)
-
-        return {"forward": forward}
-
-
-class GraphsRule(BlockRule):
-    """Blocks recorded as CUDA graphs."""
-
-    name = "graphs"
-    form = GraphedForm
-    told = "forward and backward recorded as CUDA graphs, one pair for each shape"
-    asked, instead = "graphs=True records", "torch.cuda.make_graphed_callables"
-
-    def __init__(self, model: nn.Module):
-        super().__init__(model, Graphs())
-
-
 def _short(problem: Exception) -> str:
     return (str(problem).splitlines() or ["it raised"])[0][:200]
 
@@ -354,23 +395,6 @@ def _is_watched(block: nn.Module, name: str) -> bool:
         return False
 
 
-def _checkpoints(block: nn.Module) -> bool:
-    """Whether a block is one of transformers that repeats its forward in the backward."""
-    return bool(getattr(block, "gradient_checkpointing", False)) and block.training
-
-
 def _without_gradient(block: nn.Module, leaves: list[Tensor]) -> str:
     needs = any(x.requires_grad for x in (*leaves, *block.parameters()))
     return "" if needs else "nothing in it needs a gradient"
-
-
-def _described(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _state(block: nn.Module, device: torch.device) -> tuple:
-    """What else a call's kernels depend on."""
-    kind = device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    pinned = tuple(sorted(pins().items()))
-    return block.training, _checkpoints(block), autocast, torch_private.deterministic(), pinned

@@ -21,7 +21,7 @@ from tilesmith.models.checkpoints import detach, is_attached
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.generation.rule import DecodingRule
-from tilesmith.models.graphs import GraphedForm, GraphsRule
+from tilesmith.models.graphs_rule import GraphedForm, GraphsRule
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.adapters import LoraRule
 from tilesmith.models.layers.biased_activations import BiasedActivationRule

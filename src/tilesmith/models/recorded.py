@@ -8,8 +8,9 @@ recording may keep activations where an earlier one computed.
 from __future__ import annotations
 
 import contextlib
+import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ class Memory:
         own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for r in self.recordings for t in r.buffers}
         return self.recorder.memory() + sum(own.values())
 
-    def slot(self, tensor: Tensor) -> Slot:
-        """The slot that holds `tensor`, or a new one."""
-        found = next((slot for slot in self.slots if slot.holds(tensor)), None)
+    def slot(self, tensor: Tensor, taken: Collection[Slot | None]) -> Slot:
+        """The slot that holds `tensor`, but none of those `taken`, or a new one."""
+        found = next((slot for slot in self.slots if slot.holds(tensor) and slot not in taken), None)
         if found is None:
             found = Slot(tensor)
             self.slots.add(found)
@@ -67,7 +68,7 @@ class Ticket:
 
 class Recorded:
     """Forward and backward of blocks, each `Link` behind the one before, for arguments of the first like `leaves`;
-    recorded when this is made.
+    recorded when this is made. calls: how many calls of blocks a replay serves.
 
     repeats: the backward runs the forward again, so nothing but the arguments is kept between the two (checkpointing).
     Raises CannotRecord, or what the recorder or a block raises.
@@ -75,9 +76,13 @@ class Recorded:
 
     def __init__(self, memory: Memory, links: Sequence[Link], leaves: list[Tensor], repeats: bool):
         self.memory, self.links, self._repeats = memory, tuple(links), repeats
+        self.calls = len(links)
         self._device = leaves[0].device
+        if any(leaf.device != self._device for leaf in leaves):
+            raise CannotRecord("it is given tensors of several devices")
         self._ticket: weakref.ref[Ticket] | None = None
-        self._sources = [Fingerprint(block) for block in dict.fromkeys(map(_block, self.links))]
+        self._copied = self.links[0].copied
+        self._source = Fingerprint(dict.fromkeys(map(_block, self.links)))
         homes: dict[Tensor, int] = {}  # of each parameter, the first link that has it
         for place, link in enumerate(self.links):
             for parameter in _trained(link):
@@ -104,11 +109,13 @@ class Recorded:
         memory.results.update({t.data_ptr(): t for t in self.results})
         self.buffers = [x for x in (*self._inputs, *self._d_results) if x is not None]
         self._zero = [not repeats] * len(self._d_results)  # whether a buffer holds zeros
+        if self.stale():
+            raise CannotRecord("its forward changes modules or their attributes")
 
     def _take(self, leaf: Tensor) -> None:
         """Decide where an argument lies while graphs read it."""
         if not leaf.requires_grad:
-            slot = self.memory.slot(leaf)
+            slot = self.memory.slot(leaf, self._slots)  # two arguments that are one tensor now may be two later
             self._slots.append(slot)
             self._inputs.append(slot.buffer)
             return
@@ -124,13 +131,22 @@ class Recorded:
         buffers = [buffer for link in self.links for buffer in _block(link).buffers()]
         versions = [b._version for b in buffers]
         before, returned = recorder.random_state(device), []
+        python, host = random.getstate(), torch.get_rng_state()
+        drawn = False
         try:
             for link in self.links:
                 returned = self._warm(link, link.given(self._inputs, returned))
                 if not torch.equal(before, recorder.random_state(device)):
                     self._refuse_draws()
+            drawn = random.getstate() != python or (
+                device.type != "cpu" and not torch.equal(torch.get_rng_state(), host)
+            )
         finally:
+            random.setstate(python)
+            torch.set_rng_state(host)
             recorder.restore(device, before)
+        if drawn:  # by which it may decide what to run
+            raise CannotRecord("its forward draws random numbers on the host")
         if versions != [b._version for b in buffers]:
             raise CannotRecord("its forward writes to a buffer")
         self._needs = [d is not None for d in self._d_results]
@@ -209,7 +225,7 @@ class Recorded:
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
-        return any(source.changed() for source in self._sources)
+        return self._source.changed()
 
     def run(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that all links return."""
@@ -240,6 +256,9 @@ class Recorded:
         ticket, waiting, number = Ticket(), self.memory.waiting, self.number
         waiting[number] = self
         self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
+        if self._copied:
+            self._forward()
+            return ticket, [result.clone() for result in self.results]
         for result in self.results:  # whoever saved the last replay's result for a gradient is told by autograd
             torch.autograd.graph.increment_version(result)
         self._forward()
@@ -273,8 +292,9 @@ class Recorded:
         gradients: list[Tensor | None] = [None] * len(self._homes)
         for places, own in self._gradients:
             for place, copy in zip(places, torch_private.clone_each(own)):
-                if self._homes[place] < ticket.served:  # the links behind that one were not asked for
-                    gradients[place] = copy
+                gradients[place] = copy
+        if ticket.served < len(self.links):  # the links behind that one were not asked for
+            gradients = [d if home < ticket.served else None for d, home in zip(gradients, self._homes)]
         return gradients
 
 

@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tilesmith.engine import torch_private
+from tilesmith.engine.choice import pins
 from tilesmith.models.attention.masks import KeyMask
-from tilesmith.models.blocks import Call
+from tilesmith.models.blocks import Call, checkpoints
 
-_CONSTANT = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+class Kept:
+    """A value that a call returns beside its tensors, and that each replay returns as it is."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+_CONSTANT = (type(None), bool, int, float, str, torch.dtype, torch.device, Kept)
 
 
 class Foreign(Exception):
@@ -58,7 +68,8 @@ class Link:
 
     plain, spec: what runs it, and its arguments without their tensors. shapes: what these are like. state: what else
     its kernels depend on. sources: where each tensor comes from: (True, i) is the i-th that the link before returned,
-    (False, i) the i-th that the first link is given.
+    (False, i) the i-th that the first link is given. copied: whether what it returns is handed out as copies, since
+    whoever gets it may keep it beyond the next replay.
     """
 
     block: weakref.ref[nn.Module]
@@ -67,6 +78,7 @@ class Link:
     shapes: tuple
     state: tuple
     sources: tuple[tuple[bool, int], ...]
+    copied: bool = False
 
     @property
     def key(self) -> tuple:
@@ -76,3 +88,16 @@ class Link:
     def given(self, first: Sequence[Any], before: Sequence[Any]) -> list[Any]:
         """What this link is given, of what the first is given and the one before returned."""
         return [(before if behind else first)[place] for behind, place in self.sources]
+
+
+def described(tensor: Tensor) -> tuple:
+    """What a recording depends on of a tensor that it is given."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def surroundings(block: nn.Module, device: torch.device) -> tuple:
+    """What else a call's kernels depend on."""
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    pinned = tuple(sorted(pins().items()))
+    return block.training, checkpoints(block), autocast, torch_private.deterministic(), pinned

@@ -133,6 +133,9 @@ def key_mask(**given: Any) -> KeyMask | Tensor | None:
     if "q_length" in given and reaches_device("attention", torch.device(given.get("device", "cpu")).type):
         function = given.get("mask_function", causal_mask_function)
         rule = _rule(function)
+        if rule is not None and rule.documents is not None and TOLD.known and TOLD.positions is None:
+            rule = rule._replace(documents=None)
+            given["allow_is_causal_skip"] = True  # as below
         if rule is None and torch.compiler.is_compiling() and _is_joined(function):
             rule = _compiled_rule(**given)
             if rule is not None:
@@ -217,6 +220,14 @@ def _read(padding: Tensor) -> tuple[bool, bool]:
     return full, behind and not full
 
 
+class Padding(NamedTuple):
+    """Of a mask [B, T] of tokens: whether all are real, and whether padding is only behind them."""
+
+    shape: torch.Size
+    full: bool
+    behind: bool
+
+
 class _LookedAt:
     """The mask whose values were read last: reading waits for the GPU, and models ask for one mask per kind of layer
     and step. A bool mask on the model's device comes as the tensor that the caller gave; of others transformers makes
@@ -224,6 +235,7 @@ class _LookedAt:
 
     last: tuple[weakref.ref[Tensor], tuple[int, ...], tuple[bool, bool]] | None = None
     unread = False  # whether values are not to be looked at, as if this were recorded
+    told: Padding | None = None  # what was read before of the model's one mask, where it is not looked at
 
     def known(self, mask: Tensor, slots: tuple[int, int]) -> tuple[bool, bool]:
         """Whether all tokens in these slots of a mask are real, and whether padding is only behind them; False where
@@ -231,7 +243,9 @@ class _LookedAt:
         from transformers.utils.import_utils import is_tracing
 
         if self.unread or is_tracing(mask):
-            return False, False
+            told = self.told
+            whole = told is not None and mask.shape == told.shape and slots == (mask.shape[-1], 0)
+            return (told.full, told.behind) if whole else (False, False)
         key = (-1 if mask.is_inference() else mask._version, *slots)
         last = self.last
         if last is None or last[0]() is not mask or last[1] != key or mask.is_inference():  # which has no version
@@ -243,13 +257,26 @@ _LOOKED_AT = _LookedAt()
 
 
 @contextlib.contextmanager
-def unread_masks() -> Iterator[None]:
-    """Inside, no value of a mask is read, so a mask comes out as it does while CUDA records."""
-    before, _LOOKED_AT.unread = _LOOKED_AT.unread, True
+def unread_masks(told: Padding | None = None) -> Iterator[None]:
+    """Inside, no value of a mask is read, so a mask comes out as it does while CUDA records. told: what is known of the
+    one mask that the model is given."""
+    before, _LOOKED_AT.unread, _LOOKED_AT.told = (_LOOKED_AT.unread, _LOOKED_AT.told), True, told
     try:
         yield
     finally:
-        _LOOKED_AT.unread = before
+        _LOOKED_AT.unread, _LOOKED_AT.told = before
+
+
+def padding(mask: Tensor) -> Padding:
+    """What is read of a mask [B, T] of tokens; waits for the device."""
+    return Padding(mask.shape, *_LOOKED_AT.known(mask, (mask.shape[-1], 0)))
+
+
+def are_packed(positions: Tensor) -> bool:
+    """Whether transformers takes positions [B, T] for those of packed sequences; waits for the device."""
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    return find_packed_sequence_indices(positions) is not None
 
 
 class _Rule(NamedTuple):
@@ -281,13 +308,24 @@ def _rule(function: Callable) -> _Rule | None:
 
 
 class _Told:
-    """What a model's caller gave it, of the call that torch.compile traces."""
+    """What a model's caller gave it, of the call that torch.compile traces or CUDA records."""
 
     positions: Tensor | None = None
     known = False
 
 
 TOLD = _Told()
+
+
+@contextlib.contextmanager
+def unpacked_positions() -> Iterator[None]:
+    """Inside, no mask is of packed sequences: transformers, which reads positions to know, takes all of them for packed
+    while CUDA records."""
+    before, TOLD.known, TOLD.positions = (TOLD.known, TOLD.positions), True, None
+    try:
+        yield
+    finally:
+        TOLD.known, TOLD.positions = before
 
 
 @constant_in_graphs

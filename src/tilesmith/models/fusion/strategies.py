@@ -17,7 +17,7 @@ from tilesmith.models.checkpoints import is_attached
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.fusion.selection import Selection, names_of
 from tilesmith.models.generation.rule import DecodingRule
-from tilesmith.models.graphs import GraphedForm, GraphsRule
+from tilesmith.models.graphs_rule import GraphedForm, GraphsRule
 from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.optimization import undo
 from tilesmith.models.reach import described

@@ -52,7 +52,7 @@ class RecordedSteps:
         self.layers = StaticLayers(cache)
         self._graphs: dict[tuple[bool, ...], Callable[[], None]] = {}  # by which windows have filled
         self._ran: Counter[tuple[bool, ...]] = Counter()
-        self._sources = Fingerprint(model)
+        self._sources = Fingerprint([model])
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""

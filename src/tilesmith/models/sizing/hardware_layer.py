@@ -18,7 +18,7 @@ from tilesmith.engine.timing import EVENTS
 from tilesmith.hardware.capacity import Capacity, capacity_of
 from tilesmith.hardware.detect import Arch, arch_of, assumed, detect_available_devices
 from tilesmith.hardware.facts import table
-from tilesmith.models.graphs import GraphedForm
+from tilesmith.models.graphs_rule import GraphedForm
 from tilesmith.models.optimization import RECORDED, RULES, optimize
 from tilesmith.models.sizing.batch_size import Costs, Knee, best_batch
 from tilesmith.models.sizing.memory_estimate import (

@@ -1,0 +1,62 @@
+"""Which modules `optimize(graphs=True)` records: the repeated blocks, and the model around them that has a loss."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tilesmith.models.blocks import BlockForm, BlockRule, Forwards
+from tilesmith.models.graphs import Graphs
+from tilesmith.models.layers.losses import LabelledForm
+from tilesmith.models.whole_forward import GRAPHS, WholeForm
+from tilesmith.rewrite import Replace, Site, forms
+
+
+@dataclass(frozen=True)
+class GraphedForm(BlockForm):
+    """The same forward, recorded with its backward."""
+
+    state: ClassVar[tuple[str, ...]] = (GRAPHS,)
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        way = Forwards(base.forward)
+
+        @functools.wraps(way.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            graphs = self.__dict__.get(GRAPHS)
+            if torch.compiler.is_compiling() or graphs is None or graphs.within:
+                return way.forward(self, *args, **kwargs)
+            why = graphs.obstacle(self)
+            if why:
+                graphs.refuse(why)
+                return way.forward(self, *args, **kwargs)
+            whole = functools.partial(graphs.run, way.whole)
+            prefill = functools.partial(graphs.run, way.prefill)
+            return way.run(self, args, kwargs, whole, prefill, graphs.refuse)
+
+        return {"forward": forward}
+
+
+class GraphsRule(BlockRule):
+    """Blocks recorded as CUDA graphs, and the forward around them where it ends in a loss."""
+
+    name = "graphs"
+    form = GraphedForm
+    told = "forward and backward recorded as CUDA graphs, one pair for each shape"
+    whole = "called with labels, recorded from tokens to the loss where only blocks hold trained weights"
+    asked, instead = "graphs=True records", "torch.cuda.make_graphed_callables"
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model, Graphs())
+
+    def match(self, site: Site) -> Replace | None:
+        if any(isinstance(form, LabelledForm) for form in forms(site.module)) and self._holds_blocks(site.fqn):
+            return Replace(WholeForm(), (), self.whole)
+        return super().match(site)
+
+    def _holds_blocks(self, fqn: str) -> bool:
+        return all(name.startswith(f"{fqn}." if fqn else "") and name != fqn for name in self._blocks)
