@@ -242,6 +242,93 @@ def _block_scores_dk_kernel(
 
 
 @triton.jit
+def _block_max_dq_kernel(
+    dscores_ptr, places_ptr, offsets_ptr, indices_ptr, q_ptr, k_ptr, dq_ptr, q_strides, k_strides, heads, tokens, keys,
+    rows, columns, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries, and the places of the largest scores in the listed blocks of keys, query * LIST_K +
+    key within a pair of blocks. The forward stores no places: few of its blocks have a gradient."""
+    head_row, block = _tile_of(tl.program_id(0), rows, CAUSAL)
+    batch, head = head_row // heads, head_row % heads
+    first_row = block * LIST_Q
+    row = tl.arange(0, LIST_Q)
+    at = first_row + row
+    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
+    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+    list_ptr = offsets_ptr + head_row * (rows + 1) + block
+    begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+    table = (head_row * rows + block) * columns
+    key, dims = tl.arange(0, LIST_K), tl.arange(0, BLOCK_D)
+    dq = tl.zeros((LIST_Q, BLOCK_D), tl.float32)
+    column = tl.load(indices_ptr + begin, mask=begin < end, other=0)
+    for entry in range(begin, end):
+        here, first = table + column, column * LIST_K
+        change = tl.load(dscores_ptr + here).to(tl.float32)
+        column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        score = _pair_scores(q, k, at, first + key, tokens, keys, 1.0, CAUSAL)
+        top = tl.max(tl.max(score, 1), 0)
+        found = tl.where(score == top, row[:, None] * LIST_K + key[None, :], LIST_Q * LIST_K - 1)
+        found = tl.min(tl.min(found, 1), 0)
+        tl.store(places_ptr + here, found)
+        its_key = (first + found % LIST_K).to(tl.int64)
+        held = (dims < DIM) & (its_key < keys)
+        its_k = tl.load(k_ptr + its_key * k_strides[2] + dims, mask=held, other=0.0).to(tl.float32)
+        dq += tl.where((row == found // LIST_K)[:, None], change * its_k[None, :], 0.0)
+    if dq_ptr is not None:
+        out = dq_ptr + (head_row * tokens + at)[:, None] * DIM + dims[None, :]
+        tl.store(out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(at < tokens)[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _block_max_dk_kernel(
+    dscores_ptr, places_ptr, offsets_ptr, indices_ptr, q_ptr, dk_ptr, q_strides, heads, tokens, keys, rows, columns,
+    scale, splits,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """A part of dk of one block of keys, from one of `splits` equal pieces of each query head's list: a product with
+    the places of ENTRIES blocks of queries, of which each gives one row of q to one key."""
+    number, column = _tile_of(tl.program_id(0), columns, False)
+    kv_heads = heads // GROUP
+    kv_rows = tl.num_programs(0) // columns // splits
+    piece, kv_row = number // kv_rows, number % kv_rows
+    batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
+    key, dims = tl.arange(0, LIST_K), tl.arange(0, BLOCK_D)
+    dk = tl.zeros((LIST_K, BLOCK_D), tl.float32)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        head_row = batch * heads + head
+        q_head = q_ptr + batch * q_strides[0] + head * q_strides[1]
+        table = head_row * rows * columns + column
+        list_ptr = offsets_ptr + head_row * (columns + 1) + column
+        begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
+        length = tl.cdiv(end - begin, splits)
+        begin += (piece * length).to(tl.int32)
+        end = tl.minimum(end, begin + length)
+        for first in range(begin, end, ENTRIES):
+            entry = first + tl.arange(0, ENTRIES)
+            held = entry < end
+            block = tl.load(indices_ptr + entry, mask=held, other=0)
+            here = table + block * columns
+            found = tl.load(places_ptr + here, mask=held, other=0)
+            change = tl.load(dscores_ptr + here, mask=held, other=0.0).to(tl.float32)
+            at = block * LIST_Q + found // LIST_K
+            inside = (held & (at < tokens))[:, None] & (dims < DIM)[None, :]
+            q = tl.load(q_head + at.to(tl.int64)[:, None] * q_strides[2] + dims[None, :], mask=inside, other=0.0)
+            given = tl.where(key[:, None] == (found % LIST_K)[None, :], change[None, :], 0.0)
+            if q.dtype == tl.float16:  # which has no room for the small gradients of a mean over many rows
+                q = q.to(tl.float32)
+            dk = tl.dot(given.to(q.dtype), q, dk, input_precision="ieee")
+    cols = column * LIST_K + key
+    out = dk_ptr + (number * keys + cols)[:, None] * DIM + dims[None, :]
+    tl.store(out, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(cols < keys)[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
 def _block_mass_kernel(
     q_ptr, k_ptr, lse_ptr, mass_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -408,10 +495,6 @@ def _score_vjp_reasons(call) -> list[str]:
     return _value_reasons(call, block_q=(call.block_q, 16), block_k=(call.block_k, 16))
 
 
-def _max_reasons(call) -> list[str]:
-    return _value_reasons(call, block_k=(call.block_k, 1))
-
-
 def _mass_reasons(call) -> list[str]:
     least = 1 if call.offsets is None else 16
     return _value_reasons(call, block_q=(call.block_q, least), block_k=(call.block_k, least))
@@ -419,18 +502,20 @@ def _mass_reasons(call) -> list[str]:
 
 def _scores(q, k, scale, causal, block_q, block_k, largest: bool, num_warps: int) -> Tensor:
     q, k = _unit(q), _unit(k)
-    shape = (*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k))
-    scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
+    # the largest of 16 rows at a time, which lie in one warp: warps do not wait for each other
+    parts = block_q // 16 if largest and block_q > 16 else 1
+    rows, columns = cdiv(q.shape[2], block_q) * parts, cdiv(k.shape[2], block_k)
+    scores = torch.full((*q.shape[:2], rows, columns), float("-inf"), dtype=torch.float32, device=q.device)
     if scores.numel() == 0:
         return scores
     block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
+    shared = _shared(q, k, scale, causal, block_q // parts, block_k) | {"rows": rows}
     launch(
         _block_scores_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
-        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, LARGEST=largest,
-        **_shared(q, k, scale, causal, block_q, block_k), num_stages=2,
+        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, LARGEST=largest, **shared, num_stages=2,
         num_warps=num_warps if block_m * block_n > 64 * 64 else 4,
     )  # fmt: skip
-    return scores
+    return scores if parts == 1 else scores.unflatten(2, (-1, parts)).amax(3)
 
 
 @register_kernel("block_scores", backend="triton", rank=20, rejects=_score_reasons)
@@ -449,19 +534,21 @@ def block_scores(
     return _scores(q, k, scale, causal, block_q, block_k, False, config["num_warps"])
 
 
-@register_kernel("block_max_scores", backend="triton", rank=20, rejects=_max_reasons)
-@optimize_kernel(num_warps=4)
+@register_kernel("block_max_scores", backend="triton", rank=20, rejects=_score_reasons)
+@optimize_kernel(num_warps=8)
 def block_max_scores(
     q: Tensor,
     k: Tensor,
     scale: float | None = None,
     causal: bool = False,
     block_k: int = 128,
+    block_q: int = 1,
     *,
     config: Mapping[str, int],
 ) -> Tensor:
-    """One program for each tile of queries."""
-    return _scores(q, k, scale, causal, 1, block_k, True, config["num_warps"])
+    """One program for each tile of queries, the largest of 16 queries at a time; PyTorch finds that of a block."""
+    warps = config["num_warps"] if block_q > 64 else 4
+    return _scores(q, k, scale, causal, block_q, block_k, True, warps)
 
 
 @register_kernel("block_scores_vjp", backend="triton", rank=20, rejects=_score_vjp_reasons)
@@ -507,6 +594,53 @@ def block_scores_vjp(
             dk_ptr=out, offsets_ptr=offsets_t, indices_ptr=indices_t, splits=splits, MEMBERS=members, **shared,
         )  # fmt: skip
         dk = dk if parts == 1 else out.sum(0).to(k.dtype)
+    return dq, dk
+
+
+@register_kernel("block_max_scores_vjp", backend="triton", rank=20, rejects=_score_vjp_reasons)
+@optimize_kernel(num_warps=8)
+def block_max_scores_vjp(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    scale: float | None,
+    causal: bool,
+    block_k: int,
+    block_q: int,
+    output_mask: Sequence[bool],
+    *,
+    config: Mapping[str, int],
+) -> tuple[Tensor, Tensor]:
+    """One program for each block of queries finds the places and writes dq, one for each part of a block of keys that
+    part of dk."""
+    q, k, dscores = _unit(q), _unit(k), dscores.contiguous()
+    wants_q, wants_k = output_mask
+    dq = torch.empty(q.shape if wants_q else (0,), dtype=q.dtype, device=q.device)
+    dk = torch.empty(k.shape if wants_k else (0,), dtype=k.dtype, device=q.device)
+    if dscores.numel() == 0:
+        return dq.zero_(), dk.zero_()
+    offsets, indices, offsets_t, indices_t = listed((dscores != 0.0) & (scores > float("-inf")), dscores.numel())
+    places = torch.empty(dscores.shape, dtype=torch.int32, device=q.device)
+    shared = _shared(q, k, scale, causal, block_q, block_k) | {"dscores_ptr": dscores, "places_ptr": places}
+    small = block_q * block_k <= 64 * 64
+    launch(
+        _block_max_dq_kernel, (shared["rows"] * q.shape[0] * q.shape[1],),
+        dq_ptr=dq if wants_q else None, offsets_ptr=offsets, indices_ptr=indices, **shared,
+        num_warps=4 if small else config["num_warps"], num_stages=2 if q.shape[3] <= 64 else 1,
+    )  # fmt: skip
+    if wants_k:
+        # a block of keys that every block of queries has, as the first one often is, is one program's work
+        splits = 4 if shared["rows"] >= 64 and 16 * k.numel() <= FEW_PARTS else 1
+        out = dk if splits == 1 else torch.empty((splits, *k.shape), dtype=torch.float32, device=q.device)
+        for name in ("k_ptr", "k_strides", "CAUSAL"):
+            shared.pop(name)
+        launch(
+            _block_max_dk_kernel, (shared["columns"] * k.shape[0] * k.shape[1] * splits,),
+            dk_ptr=out, offsets_ptr=offsets_t, indices_ptr=indices_t, splits=splits, ENTRIES=16, **shared,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+        dk = dk if splits == 1 else out.sum(0).to(k.dtype)
     return dq, dk
 
 
