@@ -147,6 +147,7 @@ def test_lists_of_blocks_are_replayed(as_if_on_a_gpu, monkeypatch, needs_triton)
     given = {
         "block_lists": (keep, 32),
         "block_scores_vjp": (torch.ones(1, 1, 4, 4), q, k, scores, None, True, 16, 16, [True, True]),
+        "block_max_scores_vjp": (torch.ones(1, 2, 4, 4), q, k, torch.randn(1, 2, 4, 4), None, True, 16, 16, [True, True]),
     }
     for name, args in given.items():
         kernel = replay.Replay(declared()[name].kernel("triton").fn, lambda: True, 0)
