@@ -1,6 +1,7 @@
 """Block-sparse attention: exact budgets, patterns, choices that look at the data, the layer and what it learns."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -369,7 +370,7 @@ class _Lookup(nn.Module):
 
 
 def _asked(rows, length, generator):
-    """Noise with a run of one value in the first quarter, and runs that ask for it in the second half."""
+    """Noise with a run of one value in the first quarter, and runs of RUN tokens that ask for it in the second half."""
     tokens = torch.randint(0, NOISE, (rows, length), generator=generator)
     at = torch.randint(0, length // 4, (rows, 1), generator=generator) + torch.arange(RUN)
     value = torch.randint(0, VALUES, (rows, 1), generator=generator)
@@ -387,6 +388,7 @@ def _judged(model, rows, length, generator):
 
 
 def _train(model, steps, rows, length, parameters):
+    model.train()
     optimizer, generator = torch.optim.Adam(parameters, 1e-2), torch.Generator().manual_seed(1)
     for _ in range(steps):
         loss, _ = _judged(model, rows, length, generator)
@@ -418,6 +420,7 @@ def test_a_needle_is_found_with_a_tenth_of_the_blocks():
     assert _accuracy(dynamic) >= 0.95 * whole
 
     learned = like(DynamicSparseAttention(32, 2, 0.9, SparsePattern.LEARNED, index_target="dense", **options))
+    learned.attention.indexer.start_from(learned.attention)
     _train(learned, 30, 4, 256, learned.attention.indexer.parameters())
     assert _accuracy(learned) >= 0.95 * whole
 
@@ -425,6 +428,21 @@ def test_a_needle_is_found_with_a_tenth_of_the_blocks():
     plan = budget(1024, 1024, 16, True, 0.9, CPU)
     window = AttentionConfig(32, 2, AttentionPatterns.SLIDING_WINDOW, window=16 * int(plan.counts.max()))
     assert _accuracy(like(create_attention(window))) < 0.5 * whole
+
+
+def test_a_single_key_is_found_by_a_learned_choice(monkeypatch):
+    """One token that single queries ask for."""
+    monkeypatch.setattr(sys.modules[__name__], "RUN", 1)
+    torch.manual_seed(0)
+    dense = _Lookup(create_attention(AttentionConfig(32, 2)))
+    _train(dense, 150, 8, 128, dense.parameters())
+    options = {"block_size": 16, "first": 0, "index_target": "dense"}
+    learned = _Lookup(DynamicSparseAttention(32, 2, 0.9, SparsePattern.LEARNED, **options))
+    learned.load_state_dict(dense.state_dict(), strict=False)
+    by_chance = _accuracy(learned)
+    learned.attention.indexer.start_from(learned.attention)
+    _train(learned, 30, 4, 256, learned.attention.indexer.parameters())
+    assert _accuracy(learned) >= 0.95 * _accuracy(dense) > 0.9 > 0.3 > by_chance
 
 
 @pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
