@@ -16,7 +16,7 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 from tilesmith.ops.attn.triton.block_choice import listed
 
 LOG2_E = 1.4426950408889634
-MOST_PARTS = 256 << 20  # bytes of the parts of dk
+MOST_PARTS = 256 << 20  # bytes of the parts of dk, and of scores
 FEW_PARTS = 64 << 20
 
 
@@ -502,9 +502,12 @@ def _mass_reasons(call) -> list[str]:
 
 def _scores(q, k, scale, causal, block_q, block_k, largest: bool, **options: int) -> Tensor:
     q, k = _unit(q), _unit(k)
+    rows, columns = cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k)
     # the largest of 16 rows at a time, which lie in one warp: warps do not wait for each other
     parts = block_q // 16 if largest and block_q > 16 else 1
-    rows, columns = cdiv(q.shape[2], block_q) * parts, cdiv(k.shape[2], block_k)
+    if 4 * q.shape[0] * q.shape[1] * rows * parts * columns > MOST_PARTS:
+        parts = 1
+    rows *= parts
     scores = torch.full((*q.shape[:2], rows, columns), float("-inf"), dtype=torch.float32, device=q.device)
     if scores.numel() == 0:
         return scores
