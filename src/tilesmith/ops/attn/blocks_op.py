@@ -16,6 +16,7 @@ from tilesmith.ops.attn import blocks_reference as reference
 from tilesmith.ops.attn.checks import check_shapes
 
 TRITON = {"triton": "tilesmith.ops.attn.triton.blocks"}
+MAX = {"triton": "tilesmith.ops.attn.triton.block_max"}
 CHOICE = {"triton": "tilesmith.ops.attn.triton.block_choice"}
 LARGEST = 1 << 20  # tokens of a block
 
@@ -192,7 +193,7 @@ block_scores = Op(
     kernels=TRITON,
 )
 
-block_max_scores_vjp = Op(reference.block_max_scores_vjp, fake=_fake_scores_vjp, outputs=("dq", "dk"), kernels=TRITON)
+block_max_scores_vjp = Op(reference.block_max_scores_vjp, fake=_fake_scores_vjp, outputs=("dq", "dk"), kernels=MAX)
 
 block_max_scores = Op(
     reference.block_max_scores,
@@ -202,7 +203,7 @@ block_max_scores = Op(
     vjp=block_max_scores_vjp,
     outputs=("scores",),
     check=_check_max,
-    kernels=TRITON,
+    kernels=MAX,
 )
 
 block_mass = Op(
