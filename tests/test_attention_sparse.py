@@ -458,21 +458,6 @@ def test_shares_of_long_sequences_come_tile_by_tile(needs_triton, monkeypatch):
         torch.testing.assert_close(block_shares_of(q, k, "triton"), wanted)
 
 
-@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
-def test_largest_scores_of_long_sequences_have_no_parts(needs_triton, monkeypatch):
-    """Where those of 16 queries at a time would take too much memory."""
-    from tilesmith.ops.attn.triton import block_max
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k = torch.randn(1, 2, 150, 16, device=device), torch.randn(1, 1, 150, 16, device=device)
-    with use(block_max_scores="reference"):
-        wanted = ops.block_max_scores(q, k, None, True, 32, 64)
-    for most in (0, block_max.MOST_PARTS):
-        monkeypatch.setattr(block_max, "MOST_PARTS", most)
-        with use(block_max_scores="triton"):
-            torch.testing.assert_close(ops.block_max_scores(q, k, None, True, 32, 64), wanted)
-
-
 def block_shares_of(q, k, backend):
     with use(block_shares=backend):
         return ops.block_shares(q, k, None, True, 16, 8)

@@ -26,7 +26,6 @@ from tilesmith.ops.attn.triton.blocks import (
     _unit,
 )
 
-MOST_PARTS = 256 << 20  # bytes of the largest scores of 16 queries at a time
 FEW_PARTS = 64 << 20  # bytes of the parts of dk
 
 
@@ -216,24 +215,20 @@ def block_max_scores(
     *,
     config: MaxConfig,
 ) -> Tensor:
-    """One program for each tile of queries, the largest of 16 queries at a time; PyTorch finds that of a block."""
+    """One program for each tile of queries."""
     q, k = _unit(q), _unit(k)
-    rows, columns = cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k)
-    # the largest of 16 rows at a time, which lie in one warp: warps do not wait for each other
-    parts = max(1, block_q // 16)
-    if 4 * q.shape[0] * q.shape[1] * rows * parts * columns > MOST_PARTS:
-        parts = 1
-    scores = torch.full((*q.shape[:2], rows * parts, columns), float("-inf"), dtype=torch.float32, device=q.device)
+    shape = (*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k))
+    scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
     if scores.numel() == 0:
-        return torch.empty((*q.shape[:2], rows, columns), dtype=torch.float32, device=q.device)
+        return scores
     block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
-    shared = _shared(q, k, scale, causal, block_q // parts, block_k) | {"rows": rows * parts}
     options = _launch_options(config) if block_m * block_n > 64 * 64 else {"num_warps": 4}
     launch(
         _block_max_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
-        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **shared, **options, num_stages=2,
+        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **_shared(q, k, scale, causal, block_q, block_k),
+        **options, num_stages=2,
     )  # fmt: skip
-    return scores if parts == 1 else scores.unflatten(2, (-1, parts)).amax(3)
+    return scores
 
 
 def _max_vjp_default(dims: Mapping[str, int], arch, dtype: torch.dtype) -> MaxConfig:
