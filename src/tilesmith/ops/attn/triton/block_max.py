@@ -30,21 +30,25 @@ FEW_PARTS = 64 << 20  # bytes of the parts of dk
 
 
 @triton.jit
-def _largest_scores(
-    q, k_ptr, first, rows, tokens, keys, stride, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
-    WHOLE: tl.constexpr,
+def _last_keys(rows, tokens, keys, CAUSAL: tl.constexpr):
+    """The last key that each query sees, -1 for none."""
+    last = keys - 1
+    if CAUSAL:
+        last = tl.minimum(last, rows + (keys - tokens))
+    return tl.where(rows < tokens, last, -1)
+
+
+@triton.jit
+def _block_maxima(
+    q, k_ptr, first, last, keys, stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The largest scores of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
+    """The largest products of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
     k = _load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
     product = tl.dot(q, tl.trans(k), input_precision="ieee")
     if not WHOLE:
-        cols = first + tl.arange(0, BLOCK_N)
-        seen = (rows < tokens)[:, None] & (cols < keys)[None, :]
-        if CAUSAL:
-            seen = seen & (cols[None, :] <= rows[:, None] + (keys - tokens))
-        product = tl.where(seen, product, float("-inf"))
-    return _largest(product, QB, LIST_Q, KB, LIST_K) * scale
+        product = tl.where((first + tl.arange(0, BLOCK_N))[None, :] <= last[:, None], product, float("-inf"))
+    return _largest(product, QB, LIST_Q, KB, LIST_K)
 
 
 @triton.jit
@@ -59,7 +63,6 @@ def _block_max_fwd_kernel(
     head_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
     batch, head = head_row // heads, head_row % heads
     first_row = tile * BLOCK_M
-    at = first_row + tl.arange(0, BLOCK_M)
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
     q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
@@ -69,22 +72,23 @@ def _block_max_fwd_kernel(
         seen_by_all = tl.maximum(first_row + keys - tokens + 1, 0)
         whole = tl.minimum(whole, seen_by_all // BLOCK_N * BLOCK_N)
     whole = tl.where(first_row + BLOCK_M > tokens, 0, whole)
+    last = _last_keys(first_row + tl.arange(0, BLOCK_M), tokens, keys, CAUSAL)
     block = tile * QB + tl.arange(0, QB)
     scores_ptr += (head_row * rows + block)[:, None] * columns
     for first in range(0, whole, BLOCK_N):
-        found = _largest_scores(
-            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
-            CAUSAL, True,
+        found = _block_maxima(
+            q, k_ptr, first, last, keys, k_strides[2], DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K, True
         )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
-        tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
+        held = (block < rows)[:, None] & (column < columns)[None, :]
+        tl.store(scores_ptr + column[None, :], found * scale, mask=held)
     for first in range(whole, end, BLOCK_N):
-        found = _largest_scores(
-            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
-            CAUSAL, False,
+        found = _block_maxima(
+            q, k_ptr, first, last, keys, k_strides[2], DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K, False
         )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
-        tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
+        held = (block < rows)[:, None] & (column < columns)[None, :]
+        tl.store(scores_ptr + column[None, :], found * scale, mask=held)
 
 
 @triton.jit
@@ -102,6 +106,7 @@ def _block_max_places_kernel(
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
     q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+    last = _last_keys(first_row + row, tokens, keys, CAUSAL)
     list_ptr = offsets_ptr + head_row * (rows + 1) + block
     begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
     places_ptr += (head_row * rows + block) * columns
@@ -111,15 +116,11 @@ def _block_max_places_kernel(
         column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
         k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        ahead = (first_row + LIST_Q > tokens) | (first + LIST_K > keys)
+        unseen = (first_row + LIST_Q > tokens) | (first + LIST_K > keys)
         if CAUSAL:
-            ahead = ahead | (first + LIST_K - 1 > first_row + keys - tokens)
-        if ahead:
-            at, cols = first_row + row, first + key
-            seen = (at < tokens)[:, None] & (cols < keys)[None, :]
-            if CAUSAL:
-                seen = seen & (cols[None, :] <= at[:, None] + (keys - tokens))
-            score = tl.where(seen, score, float("-inf"))
+            unseen = unseen | (first + LIST_K - 1 > first_row + keys - tokens)
+        if unseen:
+            score = tl.where((first + key)[None, :] <= last[:, None], score, float("-inf"))
         of_rows = tl.max(score, 1)
         # NaN equals nothing: its place is then the last one
         keys_of_rows = tl.min(tl.where(score == of_rows[:, None], key[None, :], LIST_K - 1), 1)
