@@ -275,6 +275,26 @@ def test_the_indexer_scores_pairs_of_blocks():
     assert scores[0, 0, 1, 2] == float("-inf")
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_of_equal_scores_the_first_has_the_gradient(backend, needs_triton):
+    if backend == "triton" and not (interpreting() or torch.cuda.is_available()):
+        pytest.skip("needs a GPU or Triton's interpreter")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k = torch.ones(1, 2, 40, 16, device=device), torch.ones(1, 1, 40, 16, device=device)
+    q[:, 1, 16:21] = 0.5  # of its second block of queries the first five are smaller
+    q, k = q.requires_grad_(), k.requires_grad_()
+    with use(block_max_scores=backend, block_max_scores_vjp=backend):
+        scores = ops.block_max_scores(q, k, 1.0, True, 16, 16)
+        dq, dk = torch.autograd.grad(scores[:, :, :, :2].tril().sum(), (q, k))
+    blocks = torch.tensor([1, 2, 2])  # that each block of queries has a gradient of
+    wanted = torch.zeros(2, 40)
+    wanted[0, ::16], wanted[1, [0, 21, 32]] = blocks.float(), blocks.float()
+    torch.testing.assert_close(dq.cpu(), wanted[None, :, :, None].expand(1, 2, 40, 16))
+    of_keys = torch.zeros(40)
+    of_keys[0], of_keys[16] = 6.0, 4.0
+    torch.testing.assert_close(dk.cpu(), of_keys[None, None, :, None].expand(1, 1, 40, 16))
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_indexer_starts_from_an_attention(qk_norm):
     torch.manual_seed(0)
