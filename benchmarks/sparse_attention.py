@@ -48,6 +48,7 @@ FEW = 3  # small cases of each op; the tests have all of them
 CAUSAL = Mask(causal=True)
 SHARES = ("64,64,4", "64,128,8", "128,64,4", "128,128,8", "32,128,4")  # block_m, block_n, warps
 KEY_SAMPLES = (32, 64, 128)
+MAX_SCORES = ((4, 0), (8, 0), (8, 128))  # warps, and registers of a thread; 0: as many as the compiler likes
 
 
 def values(names: Iterable[str]) -> list[str]:
@@ -329,22 +330,39 @@ def learned(tokens: int, options: argparse.Namespace) -> dict:
     row["kernels us"] = {name: kernels(calls[name], 3) for name in ("attention alone", "indexer and its loss")}
     if not options.few:
         with torch.no_grad():
-            row["parts us"] = times(learned_parts(x, indexer, q, k, lse, blocks, lambda: choose()[2], attend(blocks)))
+            parts = learned_parts(x, indexer, q, k, lse, blocks, lambda: choose()[2], attend(blocks))
+            row["parts us"] = times(parts | index_scores(tokens, scores, keep))
     per_list = blocks.offsets_t.diff(dim=-1)
     row["rows that chose a block of keys, most and mean"] = [int(per_list.max()), float(per_list.float().mean())]
     return row
 
 
 def learned_parts(x, indexer, q, k, lse, blocks, choose, attend) -> dict[str, Callable[[], object]]:
-    """The parts of a forward pass, and what they would take without samples."""
-    every_token = BlockIndexer(x.shape[2], k.shape[1], indexer.index_dim, means=128, device=DEVICE, dtype=x.dtype)
+    """The parts of a forward pass, and what the target would take without a sample."""
     lists = blocks.offsets, blocks.indices
     return {
         "projections and scores": lambda: indexer(x), "projections, scores and choice": choose,
         "target": lambda: ops.block_mass(q, k, lse, *lists, None, True, query_stride=8),
         "target, all queries": lambda: ops.block_mass(q, k, lse, *lists, None, True),
-        "projections and scores, all tokens": lambda: every_token(x), "attention forward": attend,
+        "attention forward": attend,
     }  # fmt: skip
+
+
+def index_scores(tokens: int, scores: Tensor, keep: Tensor) -> dict[str, Callable[[], object]]:
+    """The scores of blocks alone, in several forms, and their gradient for the blocks that are kept."""
+    q, k = (torch.randn(1, 4, tokens, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    dscores = torch.where(keep, torch.randn_like(scores), 0.0)
+
+    def of_blocks() -> Tensor:
+        return ops.block_max_scores(q, k, None, True, 128, 128)
+
+    calls = {"index scores": of_blocks}
+    for warps, registers in MAX_SCORES:
+        pin = f"triton:num_warps={warps}:max_registers={registers}"
+        calls[f"index scores, {warps} warps, {registers} registers"] = pinned(of_blocks, block_max_scores=pin)
+    gradient = declared()["block_max_scores_vjp"]
+    calls["index scores, gradient"] = lambda: gradient(dscores, q, k, scores, None, True, 128, 128, [True, True])
+    return calls
 
 
 def pinned(call: Callable[[], object], **pins: str) -> Callable[[], object]:

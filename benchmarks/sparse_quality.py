@@ -4,14 +4,15 @@
 
 Trains a dense model on the sources of Python's standard library and of torch, at 128, 2,048 and 16,384 bytes of
 context, with random strings that come again far away. Copying is learned first, of sequences that repeat one random
-string: among text, too few bytes depend on it. Then dense, DYNAMIC_THRESHOLD, LEARNED and a sliding window of as
-many pairs of queries and keys go on from there for the same steps on the same bytes; before that LEARNED's indexers
-learn alone, of the dense attention, with the model's weights fixed. Rows: the validation loss on whole text, with what
-it differs from dense's by and the standard error of that over sequences, and how often the bytes of a string that came
-before are predicted (copy). The bars say nothing where dense itself does not copy, or where the window loses no more
-than the differences scatter: `answers` says which of them are answered. The curve is that of the dense model's weights,
-without training for sparsity; it ends, with fewer rows, once --limit seconds (125) are over. Kernels are compiled in
-other processes while the dense model learns. --tiny: sizes for a CPU, which show that it runs and nothing else.
+string: among text, too few bytes depend on it. Then dense, DYNAMIC_THRESHOLD, LEARNED and a sliding window of as many
+pairs of queries and keys go on from there for the same steps on the same bytes; before that LEARNED's indexers, which
+start from the model's projections, learn alone, of the dense attention, with the model's weights fixed. Rows: the
+validation loss on whole text, with what it differs from dense's by and the standard error of that over sequences, and
+how often the bytes of a string that came before are predicted (copy). The bars say nothing where dense itself does not
+copy, or where the window loses no more than the differences scatter: `answers` says which of them are answered. The
+curve is that of the dense model's weights, without training for sparsity; it ends, with fewer rows, once --limit
+seconds (125) are over. Kernels are compiled in other processes while the dense model learns. --tiny: sizes for a CPU,
+which show that it runs and nothing else.
 """
 
 import argparse
@@ -278,6 +279,8 @@ def with_attention(model: ByteModel, make: Callable[[], nn.Module]) -> ByteModel
         missing = new.load_state_dict(old.state_dict(), strict=False)
         if missing.unexpected_keys or any("indexer" not in key for key in missing.missing_keys):
             raise RuntimeError(f"the attention layers differ in their parameters: {missing}")
+        if getattr(new, "indexer", None) is not None:
+            new.indexer.start_from(new)
         block.attention = new
     return made
 

@@ -135,18 +135,19 @@ def test_products_between_launches_are_replayed(as_if_on_a_gpu):
 
 def test_lists_of_blocks_are_replayed(as_if_on_a_gpu, monkeypatch, needs_triton):
     """Between their launches PyTorch compares, adds up, and makes masks."""
-    from tilesmith.ops.attn.triton import block_choice, blocks
+    from tilesmith.ops.attn.triton import block_choice, block_max, blocks
 
     def launch(kernel, grid, *args, **named):
         as_if_on_a_gpu(lambda *addresses: None, *(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)))
 
-    monkeypatch.setattr(block_choice, "launch", launch)
-    monkeypatch.setattr(blocks, "launch", launch)
+    for module in (block_choice, block_max, blocks):
+        monkeypatch.setattr(module, "launch", launch)
     keep, scores = torch.ones(1, 2, 4, 4, dtype=torch.bool), torch.randn(1, 1, 4, 4)
-    q, k = torch.randn(1, 2, 64, 16), torch.randn(1, 1, 64, 16)
+    q, k, by_heads = torch.randn(1, 2, 64, 16), torch.randn(1, 1, 64, 16), torch.randn(1, 2, 4, 4)
     given = {
         "block_lists": (keep, 32),
         "block_scores_vjp": (torch.ones(1, 1, 4, 4), q, k, scores, None, True, 16, 16, [True, True]),
+        "block_max_scores_vjp": (by_heads.abs(), q, k, by_heads, None, True, 16, 16, [True, True]),
     }
     for name, args in given.items():
         kernel = replay.Replay(declared()[name].kernel("triton").fn, lambda: True, 0)

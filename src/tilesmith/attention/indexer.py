@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import size
-from tilesmith.nn import RMSNorm, RotaryEmbedding
-from tilesmith.ops.attn.blocks_reference import stretch_means
+from tilesmith.nn import Attention, RMSNorm, RotaryEmbedding
 
 
 class BlockIndexer(nn.Module):
-    """Scores of blocks, by one query head for each kv head and one key head for all.
+    """Scores of blocks, by one head of queries and one of keys for each kv head.
 
     index_dim: features of an index head. Queries and keys pass through an RMSNorm each, and through the layer's rotary
-    embedding if it has one. means: into how many stretches of neighbouring tokens a block is divided, of which queries
-    and keys are then the means; a block of no more tokens is not averaged. A block's score is log(sum of
-    exp(q . k / sqrt(index_dim))) over its visible pairs of means. Form: the selection branch of MiniMax-M3
-    (arXiv:2606.13392), with a block of queries in place of one query and a log-sum-exp in place of the maximum, over
-    means of stretches as in that of NSA (arXiv:2502.11089).
+    embedding if it has one. A block's score is the largest q . k / sqrt(index_dim) of its visible pairs of tokens, so
+    that one key which one query seeks is not lost among others. Form: the selection branch of MiniMax-M3
+    (arXiv:2606.13392), with a block of queries in place of one query, and a head of keys for each kv head.
     """
 
     def __init__(
@@ -30,18 +25,15 @@ class BlockIndexer(nn.Module):
         num_kv_heads: int,
         index_dim: int,
         *,
-        means: int = 16,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, value in (
-            ("d_model", d_model), ("num_kv_heads", num_kv_heads), ("index_dim", index_dim), ("means", means),
-        ):  # fmt: skip
+        for name, value in (("d_model", d_model), ("num_kv_heads", num_kv_heads), ("index_dim", index_dim)):
             size("BlockIndexer", name, value)
-        self.index_dim, self.means = index_dim, means
+        self.index_dim = index_dim
         self.q_proj = nn.Linear(d_model, num_kv_heads * index_dim, False, device, dtype)
-        self.k_proj = nn.Linear(d_model, index_dim, False, device, dtype)
+        self.k_proj = nn.Linear(d_model, num_kv_heads * index_dim, False, device, dtype)
         self.q_norm = RMSNorm(index_dim, device=device, dtype=dtype)
         self.k_norm = RMSNorm(index_dim, device=device, dtype=dtype)
 
@@ -50,13 +42,33 @@ class BlockIndexer(nn.Module):
     ) -> Tensor:
         """Scores fp32 [B, G, R, C] of x [B, T, d_model]; -inf for blocks that nobody sees."""
         q = self.q_norm(self.q_proj(x).unflatten(2, (-1, self.index_dim))).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).unflatten(2, (1, self.index_dim))).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).unflatten(2, (-1, self.index_dim))).transpose(1, 2)
         if rotary is not None:
             q, k = rotary(q, k)
-        stretch = math.gcd(block_size, max(1, block_size // self.means))
-        if stretch > 1:
-            q, k = stretch_means(q, stretch), stretch_means(k, stretch)
-        return ops.block_scores(q, k, None, causal, block_size // stretch, block_size // stretch)
+        return ops.block_max_scores(q, k, None, causal, block_size, block_size)
+
+    @torch.no_grad()
+    def start_from(self, attention: Attention) -> None:
+        """Take the weights of an attention that is trained already: its keys' projection, and of its queries' the mean
+        over the heads that share a kv head; the weights of its norms, if it has them.
+
+        From random weights the indexer learns for long before it finds single keys: the gradient of a largest score
+        is that of one pair of tokens, and seldom of the one that is sought. Biases are not taken. Raises ValueError
+        unless d_model, the number of kv heads and the head dim, which must be index_dim, are the indexer's.
+        """
+        dim, kv_heads = attention.head_dim, attention.num_kv_heads
+        theirs, ours = (kv_heads * dim, attention.hidden_size), tuple(self.k_proj.weight.shape)
+        if dim != self.index_dim or theirs != ours:
+            raise ValueError(
+                f"BlockIndexer.start_from: attention has {kv_heads} kv heads of {dim} on {theirs[1]} features, the "
+                f"indexer {ours[0] // self.index_dim} of {self.index_dim} on {ours[1]}; make it with index_dim={dim}"
+            )
+        queries = attention.q_proj.weight.unflatten(0, (kv_heads, -1, dim)).mean(1).flatten(0, 1)
+        for own, given in ((self.q_proj, queries), (self.k_proj, attention.k_proj.weight)):
+            own.weight.copy_(given)
+        for own, norm in ((self.q_norm, attention.q_norm), (self.k_norm, attention.k_norm)):
+            if norm is not None:
+                own.weight.copy_(norm.weight)
 
 
 def indexer_loss(scores: Tensor, target: Tensor, keep: Tensor) -> Tensor:

@@ -35,14 +35,14 @@ class DynamicSparseAttention(FlashAttention3):
         the budget allows.
     seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None. What a pattern does not listen to is refused
         unless it is the default.
-    index_samples: of a block, how many means of neighbouring tokens the indexer scores (`BlockIndexer`), and how many
-        queries, evenly spaced, measure the attention that is its target: a power of two. Blocks of no more tokens have
-        all of theirs scored and measured; 128: those of any size.
+    index_samples: of a block, how many queries, evenly spaced, measure the attention that is the indexer's target: a
+        power of two. Blocks of no more tokens have all of theirs measured; 128: those of any size.
     index_target, index_loss_weight: the loss that trains LEARNED's indexer, and nothing else: KL from the shares of the
         attention to the indexer's softmax over blocks, over the kept blocks ("selected") or over all ("dense", two
         passes over the dense scores: for the beginning of a training). It is computed in training while gradients are,
         `index_loss` holds the last one, and its gradient, times the weight, joins the backward of whatever loss uses
-        the output: the indexer needs no line in the training loop.
+        the output: the indexer needs no line in the training loop. With weights that were trained dense,
+        `indexer.start_from(layer)` after loading them makes it look for what the attention looks for.
     options: the keyword arguments of `FlashAttention3`, without its window.
 
     A block's choice looks at all of its queries, also at those behind a query of the same block: the values that a
@@ -112,7 +112,7 @@ class DynamicSparseAttention(FlashAttention3):
         if learned:
             index_dim = self.head_dim if index_dim is None else index_dim
             place = {"device": options.get("device"), "dtype": options.get("dtype")}
-            self.indexer = BlockIndexer(d_model, self.num_kv_heads, index_dim, means=index_samples, **place)
+            self.indexer = BlockIndexer(d_model, self.num_kv_heads, index_dim, **place)
 
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, *, rotary: RotaryEmbedding | None = None

@@ -11,6 +11,7 @@ _FAMILIES = {
         "block_lists",
         "block_mass",
         "block_max_scores",
+        "block_max_scores_vjp",
         "block_pattern",
         "block_scores",
         "block_scores_vjp",

@@ -373,12 +373,30 @@ def block_mass(
     """
 
 def block_max_scores(
-    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_k: int = 128
+    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_k: int = 128, block_q: int = 1
 ) -> Tensor:
-    """The largest score of each query in each block of keys, [B, H, T, C] fp32 (fp64 for fp64), contiguous.
+    """The largest score that a query of each block of queries has in each block of keys: max of scale q . k.
 
-    q, k, scale, causal: see `block_scores`. -inf where the query sees no key of the block. Gradients are those of this
-    reference, recomputed.
+    q, k, scale, causal, block_k, block_q: see `block_scores`; with a block_q of 1 each query by itself. Returns
+    [B, H, R, C] fp32 (fp64 for fp64), contiguous; -inf where no pair counts. Differentiable: the gradient of a pair of
+    blocks is that of one pair of tokens, the largest; of equal ones that of the first query, and of its first key. Rows
+    are computed few at a time, so that scores of T x S are not in memory at once.
+    """
+
+def block_max_scores_vjp(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    scale: float | None,
+    causal: bool,
+    block_k: int,
+    block_q: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dq, dk) of `block_max_scores`, contiguous; an empty tensor where ``output_mask`` is False.
+
+    Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
     """
 
 def block_pattern(

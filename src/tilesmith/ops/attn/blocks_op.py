@@ -16,6 +16,7 @@ from tilesmith.ops.attn import blocks_reference as reference
 from tilesmith.ops.attn.checks import check_shapes
 
 TRITON = {"triton": "tilesmith.ops.attn.triton.blocks"}
+MAX = {"triton": "tilesmith.ops.attn.triton.block_max"}
 CHOICE = {"triton": "tilesmith.ops.attn.triton.block_choice"}
 LARGEST = 1 << 20  # tokens of a block
 
@@ -41,8 +42,8 @@ def _check_scores(q, k, scale=None, causal=False, block_q=128, block_k=128) -> N
     _check_pair("block_scores", q, k, scale, block_q=block_q, block_k=block_k)
 
 
-def _check_max(q, k, scale=None, causal=False, block_k=128) -> None:
-    _check_pair("block_max_scores", q, k, scale, block_k=block_k)
+def _check_max(q, k, scale=None, causal=False, block_k=128, block_q=1) -> None:
+    _check_pair("block_max_scores", q, k, scale, block_k=block_k, block_q=block_q)
 
 
 def _check_mass(
@@ -192,12 +193,17 @@ block_scores = Op(
     kernels=TRITON,
 )
 
+block_max_scores_vjp = Op(reference.block_max_scores_vjp, fake=_fake_scores_vjp, outputs=("dq", "dk"), kernels=MAX)
+
 block_max_scores = Op(
     reference.block_max_scores,
-    fake=lambda q, k, scale=None, causal=False, block_k=128: _fake_scores(q, k, scale, causal, 1, block_k),
+    fake=lambda q, k, scale=None, causal=False, block_k=128, block_q=1: _fake_scores(
+        q, k, scale, causal, block_q, block_k
+    ),
+    vjp=block_max_scores_vjp,
     outputs=("scores",),
     check=_check_max,
-    kernels=TRITON,
+    kernels=MAX,
 )
 
 block_mass = Op(

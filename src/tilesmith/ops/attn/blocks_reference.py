@@ -4,7 +4,7 @@ Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G 
 row, R = ceil(T / block_q) blocks of queries (rows), C = ceil(S / block_k) blocks of keys (columns).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -67,14 +67,53 @@ def block_scores_vjp(
 
 
 def block_max_scores(
-    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_k: int = 128
+    q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_k: int = 128, block_q: int = 1
 ) -> Tensor:
-    """The largest score of each query in each block of keys, [B, H, T, C] fp32 (fp64 for fp64), contiguous.
+    """The largest score that a query of each block of queries has in each block of keys: max of scale q . k.
 
-    q, k, scale, causal: see `block_scores`. -inf where the query sees no key of the block. Gradients are those of this
-    reference, recomputed.
+    q, k, scale, causal, block_k, block_q: see `block_scores`; with a block_q of 1 each query by itself. Returns
+    [B, H, R, C] fp32 (fp64 for fp64), contiguous; -inf where no pair counts. Differentiable: the gradient of a pair of
+    blocks is that of one pair of tokens, the largest; of equal ones that of the first query, and of its first key. Rows
+    are computed few at a time, so that scores of T x S are not in memory at once.
     """
-    return _tiled(_scores(q, k, scale, causal), 1, block_k)[:, :, :, 0].amax(-1).contiguous()
+    return torch.cat([x.max(-1).values for _, x in _pairs_of_blocks(q, k, scale, causal, block_q, block_k)], 2)
+
+
+def block_max_scores_vjp(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    scale: float | None,
+    causal: bool,
+    block_k: int,
+    block_q: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dq, dk) of `block_max_scores`, contiguous; an empty tensor where ``output_mask`` is False.
+
+    Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
+    """
+    acc, group = _acc(q), q.shape[1] // k.shape[1]
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    wide_q, wide_k = q.to(acc), k.to(acc).repeat_interleave(group, 1)
+    ds = torch.where(scores > float("-inf"), dscores, 0.0).to(acc) * factor
+    dq, dk = torch.zeros_like(wide_q), torch.zeros_like(wide_k)
+    for first, pairs in _pairs_of_blocks(q, k, scale, causal, block_q, block_k) if ds.numel() else ():
+        place = pairs.argmax(-1)  # [B, H, rows, C], the lowest of equal ones
+        row = first + torch.arange(place.shape[2], device=q.device)[:, None]
+        column = torch.arange(place.shape[3], device=q.device)
+        # in a block without pairs the place may be behind the last token; its gradient is 0
+        query = (row * block_q + place // block_k).clamp(max=q.shape[2] - 1)
+        key = (column * block_k + place % block_k).clamp(max=k.shape[2] - 1)
+        change = ds[:, :, first : first + place.shape[2]].flatten(2)[..., None]
+        query, key = (x.flatten(2)[..., None].expand(*x.shape[:2], -1, q.shape[3]) for x in (query, key))
+        dq = dq.scatter_add(2, query, change * wide_k.gather(2, key))
+        dk = dk.scatter_add(2, key, change * wide_q.gather(2, query))
+    dk = dk.unflatten(1, (-1, group)).sum(2)
+    given = zip((q, k), (dq, dk), output_mask)
+    out = [y.to(x.dtype).contiguous() if wanted else x.new_empty(0) for x, y, wanted in given]
+    return out[0], out[1]
 
 
 def block_mass(
@@ -247,8 +286,8 @@ def stretch_means(x: Tensor, stretch: int) -> Tensor:
     return torch.cat((means, x[:, :, whole:].mean(2, keepdim=True)), 2)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool) -> Tensor:
-    """Scaled scores [B, H, T, S], -inf where not visible."""
+def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool, behind: int = 0) -> Tensor:
+    """Scaled scores [B, H, T, S], -inf where not visible. behind: how many queries come after those of q."""
     acc, group = _acc(q), q.shape[1] // k.shape[1]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = q.to(acc) @ k.to(acc).repeat_interleave(group, 1).transpose(-1, -2) * factor
@@ -256,7 +295,19 @@ def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool) -> Tensor:
         return scores
     tokens, keys = scores.shape[-2:]
     query, key = torch.arange(tokens, device=q.device), torch.arange(keys, device=q.device)
-    return torch.where(key <= query[:, None] + (keys - tokens), scores, float("-inf"))
+    return torch.where(key <= query[:, None] + (keys - tokens - behind), scores, float("-inf"))
+
+
+def _pairs_of_blocks(
+    q: Tensor, k: Tensor, scale: float | None, causal: bool, block_q: int, block_k: int
+) -> Iterator[tuple[int, Tensor]]:
+    """A number of rows of blocks and their scores [B, H, rows, C, block_q * block_k], some rows after another."""
+    tokens = q.shape[2]
+    step = max(1, 512 // block_q) * block_q
+    for first in range(0, max(tokens, 1), step):
+        some = q[:, :, first : first + step]
+        scores = _scores(some, k, scale, causal, tokens - first - some.shape[2])
+        yield first // block_q, _tiled(scores, block_q, block_k).transpose(3, 4).flatten(4)
 
 
 def _tiled(x: Tensor, block_q: int, block_k: int, fill: float = float("-inf")) -> Tensor:

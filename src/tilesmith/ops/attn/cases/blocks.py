@@ -1,6 +1,7 @@
 """Cases of scores, shares, choices and lists of blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -127,6 +128,18 @@ def _scored(build, **more: int) -> list[Case]:
     ]
 
 
+def _largest_cases() -> list[Case]:
+    by_blocks = [case for case in _scored(_pair, block_q=16) if not case.name.startswith("means")]
+    by_queries = [replace(c, name=f"{c.name}_by_queries") for c in _scored(_pair) if c.tags <= SMALL | GPU]
+    return [
+        *by_blocks,
+        *by_queries,
+        Case("blocks_of_32", _pair(1, 4, 2, 75, 75, 16, causal=True, block_q=32, block_k=16), SMALL),
+        Case("long_lists", _pair(1, 2, 1, 1030, 33, 16, block_q=16, block_k=16), SMALL),
+        Case("long_lists_tiles", _pair(1, 4, 1, 9000, 9000, 64, causal=True, block_q=128), GPU, HALF),
+    ]
+
+
 def _near_lists(heads: int, rows: int) -> dict:
     """Each row the first block, the one before it and its own, and in the last head only that one."""
     near = [tuple(sorted({0, max(row - 1, 0), row})) for row in range(rows)]
@@ -230,7 +243,7 @@ def _pattern_cases() -> list[Case]:
 
 CASES: dict[str, list[Case]] = {
     "block_scores": _scored(_pair, block_q=16),
-    "block_max_scores": _scored(_pair_alone),
+    "block_max_scores": _largest_cases(),
     "block_mass": _mass_cases(),
     "block_select": [
         Case("best", _select(2, 2, 9, 9), SMALL),
@@ -276,6 +289,7 @@ def _plane(q: Tensor, k: Tensor, causal: bool = False) -> int:
 flops = {
     "block_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_max_scores": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
+    "block_max_scores_vjp": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],  # the scores once more
     "block_mass": lambda q, k, causal: 2 * _plane(q, k, causal) * q.shape[3],
     "block_shares": lambda q, k, causal, block, stretches, query_stretches: (
         4 * _plane(q, k, causal) * q.shape[3] * stretches * (query_stretches or stretches) // block**2
@@ -286,7 +300,8 @@ flops = {
 bytes_moved = {
     "block_scores": lambda q, k, block_q, block_k: _held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
     "block_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
-    "block_max_scores": lambda q, k, block_k: _held(q, k) + 4 * _plane(q, k) // block_k,
+    "block_max_scores": lambda q, k, block_q, block_k: _held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_max_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
     "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
     "block_shares": lambda q, k, block, query_stride, key_stride: (
         _held(q) // query_stride + _held(k) // key_stride + 4 * _plane(q, k) // block**2

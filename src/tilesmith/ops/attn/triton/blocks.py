@@ -89,7 +89,7 @@ def _tile_of(number, tiles, LAST_FIRST: tl.constexpr):
 def _tile_block_scores(
     q, k_ptr, first, rows, tokens, keys, stride, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
-    LARGEST: tl.constexpr, WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The scores of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
     k = _load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
@@ -103,27 +103,23 @@ def _tile_block_scores(
     # a maximum for each row and not for the tile: no warp waits for another one before its exponentials
     top = _largest(product, QB * LIST_Q, 1, KB, LIST_K)
     found = _largest(top, QB, LIST_Q, KB, 1)
-    if LARGEST:
-        return found * scale
-    else:
-        factor = scale * 1.4426950408889634
-        base = tl.where(top == float("-inf"), 0.0, top) * factor
-        p = tl.exp2(product * factor - _to_pairs(base, QB * LIST_Q, 1, KB, LIST_K))
-        total = _sums(p, QB * LIST_Q, 1, KB, LIST_K)
-        base_of_all = tl.where(found == float("-inf"), 0.0, found) * factor
-        total *= tl.exp2(base - _to_pairs(base_of_all, QB, LIST_Q, KB, 1))
-        total = _sums(total, QB, LIST_Q, KB, 1)
-        return found * scale + tl.log(tl.where(total > 0.0, total, 1.0))
+    factor = scale * 1.4426950408889634
+    base = tl.where(top == float("-inf"), 0.0, top) * factor
+    p = tl.exp2(product * factor - _to_pairs(base, QB * LIST_Q, 1, KB, LIST_K))
+    total = _sums(p, QB * LIST_Q, 1, KB, LIST_K)
+    base_of_all = tl.where(found == float("-inf"), 0.0, found) * factor
+    total *= tl.exp2(base - _to_pairs(base_of_all, QB, LIST_Q, KB, 1))
+    total = _sums(total, QB, LIST_Q, KB, 1)
+    return found * scale + tl.log(tl.where(total > 0.0, total, 1.0))
 
 
 @triton.jit
 def _block_scores_fwd_kernel(
     q_ptr, k_ptr, scores_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr, LARGEST: tl.constexpr,
+    LIST_Q: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one tile of queries; those of blocks that it does not see are there already. LARGEST: the largest
-    score of a block in place of the logarithm of the sum."""
+    """The scores of one tile of queries; those of blocks that it does not see are there already."""
     QB: tl.constexpr = BLOCK_M // LIST_Q
     KB: tl.constexpr = BLOCK_N // LIST_K
     head_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
@@ -144,14 +140,14 @@ def _block_scores_fwd_kernel(
     for first in range(0, whole, BLOCK_N):
         found = _tile_block_scores(
             q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
-            CAUSAL, LARGEST, True,
+            CAUSAL, True,
         )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
         tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
     for first in range(whole, end, BLOCK_N):
         found = _tile_block_scores(
             q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
-            CAUSAL, LARGEST, False,
+            CAUSAL, False,
         )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
         tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
@@ -408,29 +404,9 @@ def _score_vjp_reasons(call) -> list[str]:
     return _value_reasons(call, block_q=(call.block_q, 16), block_k=(call.block_k, 16))
 
 
-def _max_reasons(call) -> list[str]:
-    return _value_reasons(call, block_k=(call.block_k, 1))
-
-
 def _mass_reasons(call) -> list[str]:
     least = 1 if call.offsets is None else 16
     return _value_reasons(call, block_q=(call.block_q, least), block_k=(call.block_k, least))
-
-
-def _scores(q, k, scale, causal, block_q, block_k, largest: bool, num_warps: int) -> Tensor:
-    q, k = _unit(q), _unit(k)
-    shape = (*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k))
-    scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
-    if scores.numel() == 0:
-        return scores
-    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
-    launch(
-        _block_scores_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
-        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, LARGEST=largest,
-        **_shared(q, k, scale, causal, block_q, block_k), num_stages=2,
-        num_warps=num_warps if block_m * block_n > 64 * 64 else 4,
-    )  # fmt: skip
-    return scores
 
 
 @register_kernel("block_scores", backend="triton", rank=20, rejects=_score_reasons)
@@ -446,22 +422,18 @@ def block_scores(
     config: Mapping[str, int],
 ) -> Tensor:
     """One program for each tile of queries."""
-    return _scores(q, k, scale, causal, block_q, block_k, False, config["num_warps"])
-
-
-@register_kernel("block_max_scores", backend="triton", rank=20, rejects=_max_reasons)
-@optimize_kernel(num_warps=4)
-def block_max_scores(
-    q: Tensor,
-    k: Tensor,
-    scale: float | None = None,
-    causal: bool = False,
-    block_k: int = 128,
-    *,
-    config: Mapping[str, int],
-) -> Tensor:
-    """One program for each tile of queries."""
-    return _scores(q, k, scale, causal, 1, block_k, True, config["num_warps"])
+    q, k = _unit(q), _unit(k)
+    shape = (*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k))
+    scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
+    if scores.numel() == 0:
+        return scores
+    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
+    launch(
+        _block_scores_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
+        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **_shared(q, k, scale, causal, block_q, block_k),
+        num_stages=2, num_warps=config["num_warps"] if block_m * block_n > 64 * 64 else 4,
+    )  # fmt: skip
+    return scores
 
 
 @register_kernel("block_scores_vjp", backend="triton", rank=20, rejects=_score_vjp_reasons)
