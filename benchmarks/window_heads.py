@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from host_bound import provenance
 from torch import Tensor
 
 import tilesmith
@@ -139,7 +140,7 @@ def main() -> int:
         rows.append(row(call, options.rounds))
         say(call.name, json.dumps(rows[-1]["us"]), rows[-1]["wrong"] or "", rows[-1]["plan"])
         if options.out:
-            Path(options.out).write_text(json.dumps(rows), encoding="utf-8")
+            Path(options.out).write_text(json.dumps(provenance() | {"rows": rows}, indent=1), encoding="utf-8")
         torch.cuda.empty_cache()
     return 1 if any(one["wrong"] for one in rows) else 0
 

@@ -639,6 +639,7 @@ def test_heads_share_a_tile_where_that_spares_steps():
         assert found > 1 and f"of each of {found} heads that share keys, since the predicted steps" in str(forward(s))
         alone = hopper_forward(s, SM90, HopperConfig(2, 64, 2, heads=1))
         assert _heads(alone) == 1 and "the queries of 1 heads, the configuration's 1" in str(alone)
+    assert _heads(forward(_window(2, 2592, 8, 1, 256, 512))) == 8  # the most of those with the fewest steps
     assert _heads(forward(_window(1, 8192, 32, 8, 128, 4096))) == 1  # as many steps either way
     assert _heads(forward(_window(2, 2592, 7, 1, 256, 512))) == _heads(forward(_window(2, 2592, 8, 8, 256, 512))) == 1
 
