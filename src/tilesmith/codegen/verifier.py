@@ -283,8 +283,11 @@ class _Verifier:
 
     def binary(self, e: Binary) -> Type:
         shift = e.op in ("<<", ">>")
-        if e.left.type is not e.right.type and not (shift and e.right.type.dtype == "u32"):
+        counted = shift and e.right.type.dtype == "u32" and e.left.type.lanes == e.right.type.lanes
+        if e.left.type is not e.right.type and not counted:
             self.wrong(f"{e.left.type} {e.op} {e.right.type}")
+        if e.left.type is bool_ and e.op in ("&", "|"):
+            self.wrong(f"{e.op} of bool; allowed: and, or")
         if e.op in ("//", "%") and e.left.type.dtype != "u32":
             self.wrong(f"{e.op} of {e.left.type}; allowed: u32")
         return typed.binary(e.op, e.left, e.right).type
@@ -299,12 +302,26 @@ class _Verifier:
             self.wrong(f"{e.function} of {', '.join(str(a.type) for a in e.args)}")
         if len(e.args) != typed.ARITY[e.function]:
             self.wrong(f"{e.function} takes {typed.ARITY[e.function]} values, got {len(e.args)}")
+        if e.function == "abs" and e.type.dtype == "u32":
+            self.wrong(f"abs of {e.type}")
         return typed.call(e.function, *e.args).type
 
     def cast(self, e: Cast) -> Type:
+        if e.x.type is e.type:
+            self.wrong(f"a cast of {e.type} to itself")
         if e.x.type.lanes != e.type.lanes:
             self.wrong(f"a cast of {e.x.type} to {e.type}")
         return typed.cast(e.type, e.x).type
+
+    def bitcast(self, e: Bitcast) -> Type:
+        if e.x.type is e.type:
+            self.wrong(f"a bitcast of {e.type} to itself")
+        return typed.bitcast(e.type, e.x).type
+
+    def component(self, e: Component) -> Type:
+        if e.x.type.lanes == 1:
+            self.wrong(f"lane {e.index} of {e.x.type}, which is no vector")
+        return typed.component(e.x, e.index).type
 
     def vector(self, e: Vector) -> Type | None:
         if len(e.parts) == 1:
@@ -343,8 +360,8 @@ _EXPRESSIONS = {
     Call: _Verifier.call,
     Select: _Verifier.select,
     Cast: _Verifier.cast,
-    Bitcast: lambda self, e: typed.bitcast(e.type, e.x).type,
+    Bitcast: _Verifier.bitcast,
     Vector: _Verifier.vector,
-    Component: lambda self, e: typed.component(e.x, e.index).type,
+    Component: _Verifier.component,
     Element: _Verifier.element_type,
 }
