@@ -197,7 +197,9 @@ def test_what_is_no_kernel():
             call(kernel)
     with pytest.raises(TypeError, match="interpret: ir must be a KernelIR, got function"):
         interpret(kernel, (1, 1, 1), {"y": np.zeros(1, np.float32)})
-    with pytest.raises(TypeError, match="limits must be Limits, got 'webgpu'; get them from tilesmith.hardware.limits_of"):
+    with pytest.raises(
+        TypeError, match="limits must be Limits, got 'webgpu'; get them from tilesmith.hardware.limits_of"
+    ):
         wgsl.generate(build(kernel, (1, 1, 1)), limits="webgpu")
     with pytest.raises(KernelError, match="build: a kernel is a plain Python function, got int"):
         build(3, (1, 1, 1))

@@ -11,6 +11,13 @@ def positive(config: object, *fields: str) -> None:
             raise ValueError(f"{_name(config)}: {field} must be a whole number of at least 1, got {value!r}")
 
 
+def counts(config: object, **given: int) -> None:
+    """Raise ValueError for an argument of `config.grid` that is no int of at least 0."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            fail(config, f"grid: {name} must be a whole number of at least 0, got {value!r}")
+
+
 def flags(config: object, *fields: str) -> None:
     """Raise ValueError for a field that is neither True nor False."""
     for field in fields:

@@ -79,6 +79,7 @@ class FlashAttentionConfig:
 
     def grid(self, n_q: int, heads: int, batch: int = 1) -> tuple[int, int, int]:
         """The workgroups for `batch` x `heads` x `n_q` queries. Raises ValueError where a grid cannot hold them."""
+        checks.counts(self, n_q=n_q, heads=heads, batch=batch)
         size = (-(-n_q // self.block_size_q), heads, batch)
         if max(size) > MAX_GROUPS:
             checks.fail(self, f"a grid of {size} is larger than {MAX_GROUPS} along an axis; launch it in parts")

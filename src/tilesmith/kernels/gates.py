@@ -34,6 +34,7 @@ class SwiGLUConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 
@@ -60,6 +61,7 @@ class GeGLUConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 

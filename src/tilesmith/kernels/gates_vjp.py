@@ -40,6 +40,7 @@ class GatedVjpConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 

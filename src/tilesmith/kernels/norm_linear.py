@@ -105,6 +105,7 @@ def _check(config: LayerNormLinearConfig | NormLinearConfig) -> None:
 
 
 def _grid(config: LayerNormLinearConfig | NormLinearConfig, rows: int) -> tuple[int, int, int]:
+    checks.counts(config, rows=rows)
     blocks = -(-rows // config.block_m)
     if blocks > MAX_GROUPS:
         checks.fail(config, f"{rows:,} rows are more than {MAX_GROUPS * config.block_m:,}; launch them in parts")

@@ -70,6 +70,7 @@ class RMSNormRoPEConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` tokens."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows * (self.hidden_dim // self.normed))
 
 
@@ -131,6 +132,7 @@ class HeadsNormRoPEConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` tokens."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows * (self.parts // self.together))
 
 

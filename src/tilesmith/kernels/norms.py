@@ -60,6 +60,7 @@ class ResidualLayerNormConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows)
 
 
@@ -105,6 +106,7 @@ class NormConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows)
 
 

@@ -79,6 +79,7 @@ class SoftmaxDropoutConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows)
 
 

@@ -155,7 +155,9 @@ def apart(ir: KernelIR, buffers: dict[str, np.ndarray]) -> None:
         for other in ir.buffers[:k]:
             written = (one.access, other.access) != ("read", "read")
             if written and np.may_share_memory(buffers[one.name], buffers[other.name]):
-                raise KernelError(f"{ir.name}: {other.name} and {one.name} overlap in memory, and one of them is written")
+                raise KernelError(
+                    f"{ir.name}: {other.name} and {one.name} overlap in memory, and one of them is written"
+                )
 
 
 def fresh(array: Array, rows: int) -> np.ndarray:
