@@ -278,7 +278,7 @@ def test_layer_norm_linear(columns, outputs, bias, half):
         (lambda: fused_ops.SwiGLUConfig(8).grid(2.5), "grid: rows must be a whole number of at least 0, got 2.5"),
         (lambda: fused_ops.NormConfig(8).grid(-1), "grid: rows must be a whole number of at least 0, got -1"),
         (lambda: fused_ops.NormLinearConfig(8).grid("8"), "grid: rows must be a whole number of at least 0, got '8'"),
-        (lambda: fused_ops.RMSNormRoPEConfig(8, 8).grid(None), "grid: rows must be a whole number .*, got None"),
+        (lambda: fused_ops.RMSNormRoPEConfig(8, 8, 4).grid(None), "grid: rows must be a whole number .*, got None"),
     ],
 )
 def test_configurations_refuse_in_words(make, field):
