@@ -278,12 +278,22 @@ def test_tune_says_where_there_is_nothing_to_search():
     assert code == 0 and "rms_norm: no kernel that serves these cases on cpu has a configuration to search" in output
 
 
+def test_explain_takes_calls_that_fit_no_memory():
+    sizes = [part for name in ("gate", "up") for part in ("--shape", f"{name}={2**24}x{2**20}")]
+    code, output = run("explain", OP, "--device", "cpu", *sizes)
+    assert code == 0 and f"{OP}_vjp -> reference" in output
+    code, output = run("explain", OP, "--device", "cpu", "--shape", f"gate={2**62}x8", "--shape", f"up={2**62}x8")
+    assert code == 2 and "no tensor has so many elements" in output
+
+
 def test_explain_starts_from_a_call_of_the_benchmark(missing):
     if not importlib.util.find_spec("triton"):
         missing("triton is not installed")
     code, output = run("explain", "attention", "--arch", "sm80")
     assert code == 0
-    assert "case gqa_64_8_4k; give those of your call, as --shape q=2x64x4096x128." in " ".join(output.split())
+    sizes = "--shape q=2x64x4096x128 --shape k=2x8x4096x128 --shape v=2x8x4096x128"
+    assert f"case gqa_64_8_4k; give those of your call, as {sizes}." in " ".join(output.split())
+    assert run("explain", "attention", "--arch", "sm80", *sizes.split())[0] == 0
     assert "q bfloat16[2, 64, 4096, 128], k bfloat16[2, 8, 4096, 128]" in output
     code, output = run("explain", "rms_norm", "--arch", "sm80", "--json")
     told = json.loads(output)

@@ -74,15 +74,15 @@ def _forward_ops() -> list[str]:
 
 
 def _choices(name: str, device) -> list[dict]:
-    from tilesmith.cli.explain import _empty, arguments, as_dict
+    from tilesmith.cli.explain import arguments, as_dict, empty
     from tilesmith.cli.output import dtype_named
     from tilesmith.cli.recorder import choices_of
     from tilesmith.engine import ops
 
-    built = _empty(arguments(name, None, {}, {}), device, dtype_named(None, device))
+    built = empty(arguments(name, None, {}, {}), dtype_named(None, device))
     return [
         {**as_dict(choice), "because": "; ".join(filter(None, (choice.because, choice.note)))}
-        for choice in choices_of(ops()[name], built)
+        for choice in choices_of(ops()[name], built, device=device)
     ]
 
 
