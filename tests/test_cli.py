@@ -211,6 +211,11 @@ def test_explain_takes_shapes_and_values():
         (("demo", "--text", "no/such/text"), "no/such/text does not exist; give a text file"),
         (("demo", "--model", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),
+        (("demo", "--out", "/proc/curves"), "--out /proc/curves cannot be written to: "),
+        (("demo", "--export", "/proc/model"), "--export /proc/model cannot be written to: "),
+        (("bench", OP, "--save", "--out", "/proc/results"), "--out /proc/results cannot be written to: "),
+        (("bench", OP, "--sweep", "columns", "--plot", "/proc/plots"), "--plot /proc/plots cannot be written to: "),
+        (("generate", ".", "-p", "x", "--seed", str(2**63)), "Invalid value for '--seed'"),
     ],
 )
 def test_wrong_use_exits_with_2_and_says_why(arguments, message):

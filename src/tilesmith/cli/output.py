@@ -7,8 +7,10 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
@@ -36,6 +38,7 @@ console = Console(width=_width(sys.stdout))
 errors = Console(stderr=True, width=_width(sys.stderr))
 
 WRONG_USE = 2
+LARGEST_SEED = 2**63 - 1
 CHECK_FAILED = 1
 
 
@@ -52,6 +55,16 @@ def refused(option: str) -> Iterator[None]:
         yield
     except ValueError as problem:
         refuse(f"{option}: {problem}")
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that could not be made or written to, before hours are spent on what goes there. Leaves nothing."""
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            return
+    except OSError as problem:
+        refuse(f"{option} {folder} cannot be written to: {problem.strerror}; name another folder")
 
 
 def print_json(found: Any) -> None:
