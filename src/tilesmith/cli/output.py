@@ -58,7 +58,7 @@ def refused(option: str) -> Iterator[None]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that could not be made or written to, before hours are spent on what goes there. Leaves nothing."""
+    """Refuse a folder that cannot be made or written to, before hours are spent on what goes there. Makes nothing."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryDirectory(dir=there):

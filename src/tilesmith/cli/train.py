@@ -271,8 +271,8 @@ def _split(language: LanguageModel, text: str, plan: Plan) -> tuple[torch.Tensor
     if min(first, len(tokens) - first) < plan.length:
         refuse(
             f"the text is too short: of its {len(tokens):,} tokens {first:,} are to train on and "
-            f"{len(tokens) - first:,} to validate on, and a window has {plan.length}; give more text, a smaller --length "
-            "or another --validation"
+            f"{len(tokens) - first:,} to validate on, and a window has {plan.length}; give more text, a smaller "
+            "--length or another --validation"
         )
     return tokens[:first], held_out(tokens[first:], plan.length, plan.eval_windows)
 
