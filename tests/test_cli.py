@@ -133,7 +133,7 @@ def test_a_missing_path_is_said_before_anything_is_imported():
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 2
 
 
-@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("", 160), ("wide", 160)])
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("", 160), ("wide", 160), ("0", 160)])
 def test_a_pipe_is_as_wide_as_columns_say(monkeypatch, columns, width):
     import io
 

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -30,8 +31,11 @@ PIPED_WIDTH = 160
 
 
 def _width(stream: TextIO) -> int | None:
-    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says them."""
-    return None if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PIPED_WIDTH
+    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says them. 0 says nothing."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said) == 0:
+        return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
+    return None if stream.isatty() or said.isdecimal() else PIPED_WIDTH
 
 
 console = Console(width=_width(sys.stdout))
