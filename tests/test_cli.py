@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,6 +213,7 @@ def test_explain_takes_shapes_and_values():
         (("demo", "--text", "no/such/text"), "no/such/text does not exist; give a text file"),
         (("demo", "--model", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),
+        (("explain", OP, "--arch", "sm90", "--device", "cpu"), "--device cpu about one that is; give one of them"),
         (("demo", "--out", "/proc/curves"), "--out /proc/curves cannot be written to: "),
         (("demo", "--export", "/proc/model"), "--export /proc/model cannot be written to: "),
         (("bench", OP, "--save", "--out", "/proc/results"), "--out /proc/results cannot be written to: "),
@@ -276,6 +279,14 @@ def test_bench_takes_names_that_one_of_several_ops_has(monkeypatch):
         ("geglu", "erf", ("liger", "compile")),
         ("add_relu", "small", ("compile",)),
     }
+
+
+def test_tune_finds_out_first_whether_its_rows_can_be_kept(monkeypatch):
+    from tilesmith.cli import tune
+
+    monkeypatch.setattr(tune, "settings", lambda: SimpleNamespace(cache_dir=Path("/proc/rows")))
+    code, output = run("tune", "rms_norm", "--case", "small", "--device", "cpu", "--save")
+    assert code == 2 and "TILESMITH_CACHE_DIR /proc/rows cannot be written to: " in " ".join(output.split())
 
 
 def test_tune_says_where_there_is_nothing_to_search():

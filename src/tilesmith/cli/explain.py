@@ -101,6 +101,10 @@ def _arch(name: str | None, device: str | None) -> Arch | None:
     from tilesmith.hardware import arch_named, detect_available_devices
 
     kind = (device or "").partition(":")[0]
+    if name is not None and device is not None:
+        refuse(
+            f"--arch {name} is about a GPU that need not be here, --device {device} about one that is; give one of them"
+        )
     if name is None and kind == "cuda" and not detect_available_devices()["cuda"]:
         name = "sm90"
     if name is None:

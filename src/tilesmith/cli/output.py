@@ -31,7 +31,7 @@ PIPED_WIDTH = 160
 
 
 def _width(stream: TextIO) -> int | None:
-    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says them. 0 says nothing."""
+    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says so, which 0 does not."""
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and int(said) == 0:
         return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
@@ -61,14 +61,14 @@ def refused(option: str) -> Iterator[None]:
         refuse(f"{option}: {problem}")
 
 
-def check_folder(option: str, folder: Path) -> None:
+def check_folder(option: str, folder: Path, instead: str = "name another folder") -> None:
     """Refuse a folder that cannot be made or written to, before hours are spent on what goes there. Makes nothing."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryDirectory(dir=there):
             return
     except OSError as problem:
-        refuse(f"{option} {folder} cannot be written to: {problem.strerror}; name another folder")
+        refuse(f"{option} {folder} cannot be written to: {problem.strerror}; {instead}")
 
 
 def print_json(found: Any) -> None:
