@@ -157,6 +157,14 @@ def infinite(x: Out[f32]):
     x[0] = float("inf")  # here
 
 
+def infinite_word(x: Out[u32]):
+    x[tid(0)] = u32(float("inf"))  # here
+
+
+def word_of_nan(x: Out[u32]):
+    x[tid(0)] = u32(float("nan"))  # here
+
+
 def too_large(x: Out[u32]):
     x[0] = 2**32  # here
 
@@ -306,6 +314,8 @@ REFUSED = {
     leaving: r"x is Out, so it is not read",
     unused_value: r"the value is not used",
     infinite: r"inf is not a finite f32",
+    infinite_word: r"inf to u32: it is no whole number",
+    word_of_nan: r"nan to u32: it is no whole number",
     too_large: r"4294967296 is outside u32",
     python_call: r"round takes compile-time values only",
     loop_variable: r"i is a loop's variable",

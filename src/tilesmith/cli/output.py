@@ -31,7 +31,7 @@ PIPED_WIDTH = 160
 
 
 def _width(stream: TextIO) -> int | None:
-    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says so, which 0 does not."""
+    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says more than 0."""
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and int(said) == 0:
         return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns

@@ -245,7 +245,11 @@ def select(condition: object, yes: object, no: object) -> Expr:
 def cast(type_: Type, x: object) -> Expr:
     """`x` converted to `type_`; vectors lane by lane, a scalar to a vector by repeating it."""
     if not isinstance(x, Expr):
-        return constant(x, type_) if not (type_.is_int and isinstance(x, float)) else constant(int(x), type_)
+        if type_.is_int and isinstance(x, float):
+            if not math.isfinite(x):
+                raise Misuse(f"{x} to {type_}: it is no whole number")
+            x = int(x)
+        return constant(x, type_)
     if x.type is type_:
         return x
     if type_ is bool_:
