@@ -272,6 +272,10 @@ def test_layer_norm_linear(columns, outputs, bias, half):
         (lambda: FlashAttentionConfig(head_dim=6), "head_dim must be a multiple of 4"),
         (lambda: FlashAttentionConfig(head_dim=24, use_half=True, matrix="cuda"), "multiple of 16.*cuda's matrix"),
         (lambda: FlashAttentionConfig(matrix="cuda"), "matrix units of cuda multiply f16; set use_half=True"),
+        (
+            lambda: FlashAttentionConfig(use_half=True, matrix="vulkan", half="bf16"),
+            "matrix units through Vulkan multiply f16; with matrix='vulkan' set half='f16'",
+        ),
         (lambda: FlashAttentionConfig(256, 256), "need 4096 threads; a workgroup has at most 1024"),
         (lambda: FlashAttentionConfig().grid(8, 2**17), "larger than 65535 along an axis"),
         (lambda: FlashAttentionConfig().grid(-8, 2), "grid: n_q must be a whole number of at least 0, got -8"),

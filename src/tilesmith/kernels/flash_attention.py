@@ -56,6 +56,8 @@ class FlashAttentionConfig:
             checks.fail(self, f"head_dim must be a multiple of {step} up to 256{units}, got {self.head_dim}")
         if self.matrix != "none" and not self.use_half:
             checks.fail(self, f"matrix units of {self.matrix} multiply f16; set use_half=True, or matrix='none'")
+        if self.matrix in ("vulkan", "vulkan-nv") and self.half == "bf16":
+            checks.fail(self, f"matrix units through Vulkan multiply f16; with matrix={self.matrix!r} set half='f16'")
         if self.threads > 1024:
             blocks = f"{self.block_size_q} x {self.block_size_kv}"
             checks.fail(self, f"blocks of {blocks} need {self.threads} threads; a workgroup has at most 1024")
