@@ -20,7 +20,7 @@ from tilesmith.codegen.interpreter import Race, Undefined
 from tilesmith.codegen.nodes import Barrier, walk
 from tilesmith.device import philox
 from tilesmith.hardware.limits import limits_of
-from tilesmith.kernels import KERNELS, flash_attention, fused_ops
+from tilesmith.kernels import KERNELS, detect_vendor, flash_attention, fused_ops
 from tilesmith.kernels.flash_attention import (
     FlashAttentionConfig,
     TunedConfigs,
@@ -293,6 +293,20 @@ def test_configurations_refuse_in_words(make, field):
 def test_a_kernel_refuses_the_configuration_of_another():
     with pytest.raises(TypeError, match="config must be a GeGLUConfig, got SwiGLUConfig"):
         fused_ops.create_geglu_kernel(fused_ops.SwiGLUConfig(8))
+    with pytest.raises(TypeError, match="config must be a SwiGLUConfig, got dict"):
+        fused_ops.createSwiGLUKernel({"hidden_dim": 8})
+    assert fused_ops.create_swiglu_kernel(fused_ops.SwiGLUConfig(8)) is fused_ops.create_swiglu_kernel(
+        fused_ops.SwiGLUConfig(8)
+    )
+
+
+def test_what_is_no_limit_and_no_name():
+    with pytest.raises(TypeError, match="limits must be Limits, got 'webgpu'; get them from tilesmith.hardware"):
+        flash_attention.preset_for("webgpu")
+    with pytest.raises(TypeError, match="gpu_max_shared_memory must be a number of bytes, got '48k'"):
+        validate_config(FlashAttentionConfig(), "48k")
+    with pytest.raises(TypeError, match="name must be what a driver calls its device, got None"):
+        detect_vendor(None)
 
 
 def test_rows_beyond_one_axis_fold_onto_two():

@@ -6,7 +6,6 @@ Sources: Dao et al., arXiv:2205.14135; Dao, arXiv:2307.08691.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilesmith.codegen import KernelIR
@@ -88,7 +87,7 @@ class FlashAttentionConfig:
         return size
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(FlashAttentionConfig)
 def create_flash_attention_kernel(config: FlashAttentionConfig) -> KernelIR:
     """out = softmax(scale · q · kᵀ) · v, in tiles, so that the scores never reach memory.
 
@@ -104,7 +103,6 @@ def create_flash_attention_kernel(config: FlashAttentionConfig) -> KernelIR:
     A query that sees no key gives 0, and -3e38 in lse; a key whose score is NaN counts as one that it does not see.
     Source: Dao, arXiv:2307.08691.
     """
-    checks.a(config, FlashAttentionConfig)
     return (attention_scalar if config.matrix == "none" else attention_matrix).create(config)
 
 
@@ -116,6 +114,8 @@ def required_shared_memory(config: FlashAttentionConfig) -> int:
 def validate_config(config: FlashAttentionConfig, gpu_max_shared_memory: int) -> None:
     """Raise ValueError, in words, where the kernel needs more shared memory than a workgroup of the GPU may use."""
     needs = required_shared_memory(config)
+    if isinstance(gpu_max_shared_memory, bool) or not isinstance(gpu_max_shared_memory, (int, float)):
+        raise TypeError(f"gpu_max_shared_memory must be a number of bytes, got {gpu_max_shared_memory!r}")
     if needs > gpu_max_shared_memory:
         checks.fail(
             config,
@@ -164,6 +164,7 @@ def preset_for(
     matrix: as in FlashAttentionConfig; None: that of the backend where it is sure to be there (CUDA, Metal) and
     multiplies such heads. Raises ValueError where nothing fits.
     """
+    checks.limits(limits, "limits")
     if matrix is None:
         step = {"cuda": 16, "metal": 8}.get(limits.backend.partition(" ")[0])
         sure = use_half and step is not None and head_dim % step == 0
