@@ -294,6 +294,32 @@ def test_tune_says_where_there_is_nothing_to_search():
     assert code == 0 and "rms_norm: no kernel that serves these cases on cpu has a configuration to search" in output
 
 
+def test_a_pin_that_cannot_serve_is_said():
+    why = "rms_norm is pinned to hopper, which cannot serve this call: the tensors are on cpu"
+    with tilesmith.use(rms_norm="hopper"):
+        code, output = run("explain", "rms_norm", "--device", "cpu")
+        assert code == 2 and f"error: {why}" in " ".join(output.split())
+        code, output = run("doctor", "--device", "cpu", "--json")
+    found = json.loads(output)
+    assert code == 1 and any(problem.startswith(why) for problem in found["problems"])
+    assert "rms_norm" not in [row["op"] for row in found["ops"]]
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"), [("swiglu=nope", "swiglu has no kernel 'nope'; it has"), ("swigul=triton", "there is no op")]
+)
+def test_pins_of_nothing_are_said_in_a_line(pins, message):
+    ran = subprocess.run(
+        [sys.executable, "-m", "tilesmith", "explain", OP],
+        env=os.environ | {"TILESMITH_USE": pins},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("tilesmith: TILESMITH_USE: ") and message in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
 def test_explain_takes_calls_that_fit_no_memory():
     sizes = [part for name in ("gate", "up") for part in ("--shape", f"{name}={2**24}x{2**20}")]
     code, output = run("explain", OP, "--device", "cpu", *sizes)

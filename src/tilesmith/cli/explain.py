@@ -54,7 +54,7 @@ def command(
     built = empty(args, kind)
     try:
         choices = choices_of(declared, built, there, where)
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, NotImplementedError) as problem:  # the last: what is pinned cannot serve it
         refuse(str(problem))
     on = str(there or where)
     if as_json:
