@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from numbers import Integral, Real
 
@@ -173,22 +173,32 @@ class KernelIR(Node):
         Raises KernelError where `values` has not exactly the declared names, or a type does not hold its number,
         TypeError for what is no whole number, or for f32 no number.
         """
-        self.want("scalars", [s.name for s in self.scalars], values)
+        self.want("scalars", self.scalar_types.keys(), values)
         plain: dict[str, int | float] = {}
-        for s in self.scalars:
-            value, (low, high), kind = values[s.name], RANGES[s.type.dtype], Integral if s.type.is_int else Real
-            if isinstance(value, bool) or not isinstance(value, kind):
-                allowed = "a whole number" if s.type.is_int else "a number"
-                raise TypeError(f"{self.name}: {s.name} is a {s.type}, got {value!r}; pass {allowed}")
-            number = int(value) if isinstance(value, Integral) else float(value)
+        for name, (is_int, low, high) in self.scalar_types.items():
+            value = number = values[name]
+            if type(value) is not int and (is_int or type(value) is not float):  # both at once in most launches
+                if isinstance(value, bool) or not isinstance(value, Integral if is_int else Real):
+                    allowed = "a whole number" if is_int else "a number"
+                    raise TypeError(f"{self.name}: {name} is a {self.scalar(name).type}, got {value!r}; pass {allowed}")
+                number = int(value) if isinstance(value, Integral) else float(value)
             if (number < low or number > high) and abs(number) != math.inf:  # NaN is neither
-                raise KernelError(f"{self.name}: {s.name} is a {s.type}, which does not hold {value}")
-            plain[s.name] = number
+                raise KernelError(f"{self.name}: {name} is a {self.scalar(name).type}, which does not hold {value}")
+            plain[name] = number
         return plain
 
-    def want(self, kind: str, wanted: list[str], given: Mapping) -> None:
+    @cached_property
+    def scalar_types(self) -> dict[str, tuple[bool, int | float, int | float]]:
+        """Of each scalar whether it is an integer, the least and the largest number that it holds."""
+        return {s.name: (s.type.is_int, *RANGES[s.type.dtype]) for s in self.scalars}
+
+    def scalar(self, name: str) -> Scalar:
+        """The scalar of that name."""
+        return next(s for s in self.scalars if s.name == name)
+
+    def want(self, kind: str, wanted: Collection[str], given: Mapping) -> None:
         """Raise KernelError where `given`, the tensors or the scalars of a launch, have other names than `wanted`."""
-        if not isinstance(given, Mapping):
+        if type(given) is not dict and not isinstance(given, Mapping):
             raise TypeError(f"{self.name}: {kind} must be a mapping from names to {kind}, got {type(given).__name__}")
         if set(wanted) != set(given):
             got = ", ".join(map(str, given)) or "none"
@@ -199,7 +209,7 @@ class KernelIR(Node):
         if (
             not isinstance(grid, (tuple, list))
             or len(grid) != 3
-            or not all(isinstance(n, Integral) and 0 <= n < 2**31 for n in grid)
+            or not all((type(n) is int or isinstance(n, Integral)) and 0 <= n < 2**31 for n in grid)
         ):
             raise KernelError(f"{self.name}: grid must be three whole numbers of at least 0, got {grid!r}")
         x, y, z = map(int, grid)

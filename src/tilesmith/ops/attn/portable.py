@@ -108,13 +108,14 @@ def attention(call) -> tuple[Tensor, Tensor]:
     scalars = {"n_q": tokens, "n_kv": keys, "heads": heads, "kv_heads": kv_heads}
     scalars["scale"] = dim**-0.5 if call.scale is None else call.scale
     ir = create_flash_attention_kernel(config)
-    for first in range(0, batch, MAX_GROUPS):  # a grid's axis is no longer
-        part = slice(first, first + MAX_GROUPS)
-        tensors = {"lse": lse[part]}
-        for name, x in (("q", q[part]), ("k", k[part]), ("v", v[part]), ("out", out[part])):
+    whole = (q, k, v, out, lse)
+    # a grid's axis is no longer than MAX_GROUPS
+    for part in (whole,) if batch <= MAX_GROUPS else zip(*(x.split(MAX_GROUPS) for x in whole)):
+        tensors = {"lse": part[4]}
+        for name, x in zip(("q", "k", "v", "out"), part):
             tensors[name], steps = portable.flat(x, config.out_lanes if name == "out" else config.lanes)
             scalars |= {f"{name}_{axis}": step for axis, step in zip(("batch", "head", "row"), steps)}
-        portable.launch(ir, config.grid(tokens, heads, len(lse[part])), tensors, scalars)
+        portable.launch(ir, config.grid(tokens, heads, len(part[4])), tensors, scalars)
     # queries that see no key, or whose scores are all -inf or NaN; NaN stays, where masked_fill_ would need two kernels
     torch.nn.functional.threshold_(lse, -1e38, float("-inf"))
     return out, lse
