@@ -18,9 +18,8 @@ x = (topics[which] + 0.5 * torch.randn(1, TOKENS, 64)).to(device)
 
 weights = None
 for pattern in SparsePattern:
-    layer = DynamicSparseAttention(
-        64, 4, 0.9, pattern, num_kv_heads=2, block_size=16, device=device, index_target="dense"
-    )
+    learned = {"index_target": "dense"} if pattern is SparsePattern.LEARNED else {}
+    layer = DynamicSparseAttention(64, 4, 0.9, pattern, num_kv_heads=2, block_size=16, device=device, **learned)
     if weights is None:
         weights = {name: 3.0 * value for name, value in layer.state_dict().items()}  # sharper attention
     layer.load_state_dict(weights, strict=False)

@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,7 +135,7 @@ def test_a_missing_path_is_said_before_anything_is_imported():
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 2
 
 
-@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("", 160), ("wide", 160)])
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("", 160), ("wide", 160), ("0", 160)])
 def test_a_pipe_is_as_wide_as_columns_say(monkeypatch, columns, width):
     import io
 
@@ -211,6 +213,12 @@ def test_explain_takes_shapes_and_values():
         (("demo", "--text", "no/such/text"), "no/such/text does not exist; give a text file"),
         (("demo", "--model", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),
+        (("explain", OP, "--arch", "sm90", "--device", "cpu"), "--device cpu about one that is; give one of them"),
+        (("demo", "--out", "/proc/curves"), "--out /proc/curves cannot be written to: "),
+        (("demo", "--export", "/proc/model"), "--export /proc/model cannot be written to: "),
+        (("bench", OP, "--save", "--out", "/proc/results"), "--out /proc/results cannot be written to: "),
+        (("bench", OP, "--sweep", "columns", "--plot", "/proc/plots"), "--plot /proc/plots cannot be written to: "),
+        (("generate", ".", "-p", "x", "--seed", str(2**63)), "Invalid value for '--seed'"),
     ],
 )
 def test_wrong_use_exits_with_2_and_says_why(arguments, message):
@@ -273,9 +281,51 @@ def test_bench_takes_names_that_one_of_several_ops_has(monkeypatch):
     }
 
 
+def test_tune_finds_out_first_whether_its_rows_can_be_kept(monkeypatch):
+    from tilesmith.cli import tune
+
+    monkeypatch.setattr(tune, "settings", lambda: SimpleNamespace(cache_dir=Path("/proc/rows")))
+    code, output = run("tune", "rms_norm", "--case", "small", "--device", "cpu", "--save")
+    assert code == 2 and "TILESMITH_CACHE_DIR /proc/rows cannot be written to: " in " ".join(output.split())
+
+
 def test_tune_says_where_there_is_nothing_to_search():
     code, output = run("tune", "rms_norm", "--case", "small", "--device", "cpu")
     assert code == 0 and "rms_norm: no kernel that serves these cases on cpu has a configuration to search" in output
+
+
+def test_a_pin_that_cannot_serve_is_said():
+    why = "rms_norm is pinned to hopper, which cannot serve this call: the tensors are on cpu"
+    with tilesmith.use(rms_norm="hopper"):
+        code, output = run("explain", "rms_norm", "--device", "cpu")
+        assert code == 2 and f"error: {why}" in " ".join(output.split())
+        code, output = run("doctor", "--device", "cpu", "--json")
+    found = json.loads(output)
+    assert code == 1 and any(problem.startswith(why) for problem in found["problems"])
+    assert "rms_norm" not in [row["op"] for row in found["ops"]]
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"), [("swiglu=nope", "swiglu has no kernel 'nope'; it has"), ("swigul=triton", "there is no op")]
+)
+def test_pins_of_nothing_are_said_in_a_line(pins, message):
+    ran = subprocess.run(
+        [sys.executable, "-m", "tilesmith", "explain", OP],
+        env=os.environ | {"TILESMITH_USE": pins},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("tilesmith: TILESMITH_USE: ") and message in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_explain_takes_calls_that_fit_no_memory():
+    sizes = [part for name in ("gate", "up") for part in ("--shape", f"{name}={2**24}x{2**20}")]
+    code, output = run("explain", OP, "--device", "cpu", *sizes)
+    assert code == 0 and f"{OP}_vjp -> reference" in output
+    code, output = run("explain", OP, "--device", "cpu", "--shape", f"gate={2**62}x8", "--shape", f"up={2**62}x8")
+    assert code == 2 and "no tensor has so many elements" in output
 
 
 def test_explain_starts_from_a_call_of_the_benchmark(missing):
@@ -283,7 +333,9 @@ def test_explain_starts_from_a_call_of_the_benchmark(missing):
         missing("triton is not installed")
     code, output = run("explain", "attention", "--arch", "sm80")
     assert code == 0
-    assert "case gqa_64_8_4k; give those of your call, as --shape q=2x64x4096x128." in " ".join(output.split())
+    sizes = "--shape q=2x64x4096x128 --shape k=2x8x4096x128 --shape v=2x8x4096x128"
+    assert f"case gqa_64_8_4k; give those of your call, as {sizes}." in " ".join(output.split())
+    assert run("explain", "attention", "--arch", "sm80", *sizes.split())[0] == 0
     assert "q bfloat16[2, 64, 4096, 128], k bfloat16[2, 8, 4096, 128]" in output
     code, output = run("explain", "rms_norm", "--arch", "sm80", "--json")
     told = json.loads(output)

@@ -143,6 +143,33 @@ def test_ctrl_c_saves_after_the_step_and_leaves(book, tmp_path, monkeypatch):
     assert torch.equal(weights(tmp_path / "whole")["lm_head.weight"], weights(tmp_path / "out")["lm_head.weight"])
 
 
+def test_ctrl_c_before_the_first_step_leaves(book, tmp_path, monkeypatch):
+    evaluate = trainer.Trainer.evaluate
+
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(self)
+
+    monkeypatch.setattr(trainer.Trainer, "evaluate", interrupted)
+    code, output = run("train", "--out", tmp_path / "out", book, *SMALL, *PLAN)
+    assert code == 130
+    assert "interrupted; nothing new was trained" in output
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_trained(book, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer.Trainer, "advance", lambda self: pytest.fail("a step was taken"))
+    for out in ("/proc/out", book / "out"):
+        code, output = run("train", "--out", out, book, *SMALL, *PLAN)
+        assert code == 2
+        assert f"--out {out} cannot be written to: " in output.replace("\n", "")
+
+
+def test_large_seeds(book, tmp_path):
+    assert "step 1 of 1" in train(tmp_path / "out", book, *SMALL, *PLAN, "--steps", 1, "--seed", 2**63 - 1)
+    code, output = run("train", "--out", tmp_path / "new", book, *SMALL, *PLAN, "--seed", 2**63)
+    assert code == 2 and "Invalid value for '--seed'" in output
+
+
 def test_a_run_can_be_made_longer(book, tmp_path):
     train(tmp_path / "out", book, *SMALL, *PLAN, "--steps", 2)
     assert run("train", "--out", tmp_path / "out", "--resume")[0] == 2

@@ -147,7 +147,68 @@ def test_arguments_of_a_launch():
         interpret(made.ir, made.grid, made.tensors | {"y": np.zeros((8, 32), np.float16).T}, {})
     with pytest.raises(KernelError, match="takes the scalars columns, eps; got columns"):
         SAMPLES["rms_norm"]().ir.pack_scalars({"columns": 3})
+    with pytest.raises(KernelError, match="columns is a u32, which does not hold -1"):
+        SAMPLES["rms_norm"]().ir.pack_scalars({"columns": -1, "eps": 1.0})
     assert SAMPLES["rms_norm"]().ir.pack_scalars({"columns": 3, "eps": 1.0}).hex() == "03000000" + "0000803f" + "00" * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scalars": {"n": 2.7, "m": 0, "s": 1.0}}, "copied: n is a u32, got 2.7; pass a whole number"),
+        ({"scalars": {"n": True, "m": 0, "s": 1.0}}, "copied: n is a u32, got True; pass a whole number"),
+        ({"scalars": {"n": -1, "m": 0, "s": 1.0}}, "copied: n is a u32, which does not hold -1"),
+        ({"scalars": {"n": 4, "m": 2**31, "s": 1.0}}, "copied: m is a i32, which does not hold 2147483648"),
+        ({"scalars": {"n": 4, "m": 0, "s": 1e300}}, r"copied: s is a f32, which does not hold 1e\+300"),
+        ({"scalars": {"n": 4, "m": 0, "s": "1"}}, "copied: s is a f32, got '1'; pass a number"),
+        ({"scalars": [4]}, "copied: scalars must be a mapping from names to scalars, got list"),
+        ({"grid": (-1, 1, 1)}, r"copied: grid must be three whole numbers of at least 0, got \(-1, 1, 1\)"),
+        ({"grid": (1, 1)}, "copied: grid must be three whole numbers"),
+        ({"grid": (1, 1, 1, 1)}, "copied: grid must be three whole numbers"),
+        ({"grid": 1}, "copied: grid must be three whole numbers"),
+        ({"subgroup_size": 0}, "subgroup_size must be one of 1, 2, 4, .*, got 0"),
+    ],
+)
+def test_numbers_of_a_launch(change, message):
+    """What NumPy would cut, wrap or take for nothing to do, and what it would say in its own words."""
+
+    def copied(x: In[f32], y: Out[f32], n: Scalar[u32], m: Scalar[i32], s: Scalar[f32]):
+        if tid(0) < n:
+            y[tid(0)] = x[tid(0)] * s + f32(m)
+
+    ir, x, y = build(copied, (4, 1, 1)), np.ones(4, np.float32), np.zeros(4, np.float32)
+    given = {"grid": (1, 1, 1), "scalars": {"n": 4, "m": 0, "s": 1.0}} | change
+    grid, scalars = given.pop("grid"), given.pop("scalars")
+    with pytest.raises((KernelError, TypeError), match=message):
+        interpret(ir, grid, {"x": x, "y": y}, scalars, **given)
+    assert not y.any()
+    interpret(ir, (np.int64(1), 1, 1), {"x": x, "y": y}, {"n": np.uint8(4), "m": -1, "s": np.float16(3.0)})
+    assert (y == 2).all()
+    with pytest.raises(KernelError, match="copied: x and y overlap in memory, and one of them is written"):
+        interpret(ir, (1, 1, 1), {"x": y, "y": y}, {"n": 4, "m": 0, "s": 1.0})
+
+
+def test_what_is_no_kernel():
+    def kernel(y: Out[f32]):
+        y[tid(0)] = 0.0
+
+    for call in (cuda.generate, metal.generate, wgsl.generate, spirv.generate, to_json):
+        with pytest.raises(TypeError, match="ir must be a KernelIR, got function; make one of a kernel by `build`"):
+            call(kernel)
+    with pytest.raises(TypeError, match="interpret: ir must be a KernelIR, got function"):
+        interpret(kernel, (1, 1, 1), {"y": np.zeros(1, np.float32)})
+    with pytest.raises(
+        TypeError, match="limits must be Limits, got 'webgpu'; get them from tilesmith.hardware.limits_of"
+    ):
+        wgsl.generate(build(kernel, (1, 1, 1)), limits="webgpu")
+    with pytest.raises(KernelError, match="build: a kernel is a plain Python function, got int"):
+        build(3, (1, 1, 1))
+    with pytest.raises(KernelError, match=r"test_codegen.py:\d+: a kernel is a plain `def`"):
+        _ = [build(lambda x: None, (1, 1, 1)), None]
+    with pytest.raises(KernelError, match="kernel: a workgroup is three positive ints, got 32"):
+        build(kernel, 32)
+    with pytest.raises(KernelError, match="arch must be like 'sm_80' or 'sm_90', got 90"):
+        cuda.ptx(build(kernel, (1, 1, 1)), 90)
 
 
 def fault(kernel, threads=32, tensors=None, scalars=None, subgroup_size=None, grid=(1, 1, 1)):

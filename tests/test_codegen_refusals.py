@@ -11,11 +11,13 @@ from tilesmith.codegen import (
     In,
     InOut,
     KernelError,
+    KernelIR,
     Out,
     Scalar,
     barrier,
     bf16,
     bitcast,
+    bool_,
     build,
     const,
     cuda,
@@ -37,8 +39,12 @@ from tilesmith.codegen import (
     subgroup_add,
     tid,
     u32,
+    u32x4,
+    verify,
     wgsl,
 )
+from tilesmith.codegen.ir import Variable
+from tilesmith.codegen.nodes import Assign, Binary, Bitcast, Builtin, Call, Cast, Component, Const, Vector
 from tilesmith.hardware.limits import limits_of
 
 
@@ -149,6 +155,14 @@ def unused_value(x: Out[u32]):
 
 def infinite(x: Out[f32]):
     x[0] = float("inf")  # here
+
+
+def infinite_word(x: Out[u32]):
+    x[tid(0)] = u32(float("inf"))  # here
+
+
+def word_of_nan(x: Out[u32]):
+    x[tid(0)] = u32(float("nan"))  # here
 
 
 def too_large(x: Out[u32]):
@@ -300,6 +314,8 @@ REFUSED = {
     leaving: r"x is Out, so it is not read",
     unused_value: r"the value is not used",
     infinite: r"inf is not a finite f32",
+    infinite_word: r"inf to u32: it is no whole number",
+    word_of_nan: r"nan to u32: it is no whole number",
     too_large: r"4294967296 is outside u32",
     python_call: r"round takes compile-time values only",
     loop_variable: r"i is a loop's variable",
@@ -413,3 +429,24 @@ def test_text_that_is_nested_too_deeply(tmp_path, monkeypatch):
 
     with pytest.raises(KernelError, match=r"deep.py:3: expressions nested too deeply; assign their parts to names"):
         build(deep.deep, (1, 1, 1))
+
+
+A_BOOL, A_WORD, WORDS = Const(bool_, True), Builtin(u32, "tid", 0), Vector(u32x4, (Builtin(u32, "tid", 0),))
+UNPRINTABLE = [
+    (Cast(u32, A_WORD), "a cast of u32 to itself"),
+    (Bitcast(u32, A_WORD), "a bitcast of u32 to itself"),
+    (Component(u32, A_WORD, 0), "lane 0 of u32, which is no vector"),
+    (Call(u32, "abs", (A_WORD,)), "abs of u32"),
+    (Binary(bool_, "&", A_BOOL, A_BOOL), "& of bool"),
+    (Binary(bool_, "|", A_BOOL, A_BOOL), "[|] of bool"),
+    (Binary(u32x4, "<<", WORDS, A_WORD), "u32x4 << u32"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), UNPRINTABLE, ids=[message for _, message in UNPRINTABLE])
+def test_a_tree_that_build_never_makes_and_no_target_can_print(value, message):
+    """`from_json` takes trees that others wrote."""
+    body = (Assign(7, "v", value),)
+    ir = KernelIR("written", (32, 1, 1), (), (), (), (), (Variable("v", value.type),), body, source="by_hand.py")
+    with pytest.raises(KernelError, match=f"by_hand.py:7: written: {message}"):
+        verify(ir)

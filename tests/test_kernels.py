@@ -20,7 +20,7 @@ from tilesmith.codegen.interpreter import Race, Undefined
 from tilesmith.codegen.nodes import Barrier, walk
 from tilesmith.device import philox
 from tilesmith.hardware.limits import limits_of
-from tilesmith.kernels import KERNELS, flash_attention, fused_ops
+from tilesmith.kernels import KERNELS, detect_vendor, flash_attention, fused_ops
 from tilesmith.kernels.flash_attention import (
     FlashAttentionConfig,
     TunedConfigs,
@@ -272,8 +272,17 @@ def test_layer_norm_linear(columns, outputs, bias, half):
         (lambda: FlashAttentionConfig(head_dim=6), "head_dim must be a multiple of 4"),
         (lambda: FlashAttentionConfig(head_dim=24, use_half=True, matrix="cuda"), "multiple of 16.*cuda's matrix"),
         (lambda: FlashAttentionConfig(matrix="cuda"), "matrix units of cuda multiply f16; set use_half=True"),
+        (
+            lambda: FlashAttentionConfig(use_half=True, matrix="vulkan", half="bf16"),
+            "matrix units through Vulkan multiply f16; with matrix='vulkan' set half='f16'",
+        ),
         (lambda: FlashAttentionConfig(256, 256), "need 4096 threads; a workgroup has at most 1024"),
         (lambda: FlashAttentionConfig().grid(8, 2**17), "larger than 65535 along an axis"),
+        (lambda: FlashAttentionConfig().grid(-8, 2), "grid: n_q must be a whole number of at least 0, got -8"),
+        (lambda: fused_ops.SwiGLUConfig(8).grid(2.5), "grid: rows must be a whole number of at least 0, got 2.5"),
+        (lambda: fused_ops.NormConfig(8).grid(-1), "grid: rows must be a whole number of at least 0, got -1"),
+        (lambda: fused_ops.NormLinearConfig(8).grid("8"), "grid: rows must be a whole number of at least 0, got '8'"),
+        (lambda: fused_ops.RMSNormRoPEConfig(8, 8, 4).grid(None), "grid: rows must be a whole number .*, got None"),
     ],
 )
 def test_configurations_refuse_in_words(make, field):
@@ -284,6 +293,20 @@ def test_configurations_refuse_in_words(make, field):
 def test_a_kernel_refuses_the_configuration_of_another():
     with pytest.raises(TypeError, match="config must be a GeGLUConfig, got SwiGLUConfig"):
         fused_ops.create_geglu_kernel(fused_ops.SwiGLUConfig(8))
+    with pytest.raises(TypeError, match="config must be a SwiGLUConfig, got dict"):
+        fused_ops.createSwiGLUKernel({"hidden_dim": 8})
+    assert fused_ops.create_swiglu_kernel(fused_ops.SwiGLUConfig(8)) is fused_ops.create_swiglu_kernel(
+        fused_ops.SwiGLUConfig(8)
+    )
+
+
+def test_what_is_no_limit_and_no_name():
+    with pytest.raises(TypeError, match="limits must be Limits, got 'webgpu'; get them from tilesmith.hardware"):
+        flash_attention.preset_for("webgpu")
+    with pytest.raises(TypeError, match="gpu_max_shared_memory must be a number of bytes, got '48k'"):
+        validate_config(FlashAttentionConfig(), "48k")
+    with pytest.raises(TypeError, match="name must be what a driver calls its device, got None"):
+        detect_vendor(None)
 
 
 def test_rows_beyond_one_axis_fold_onto_two():

@@ -63,6 +63,20 @@ def test_attention_of_scores_that_are_no_numbers():
     assert wanted[1][0, 0, 2].isnan() and wanted[1][0, 0, 4] == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("name", "case", "module"), [("attention", "causal", "attn"), ("norm_linear", "layer_several_tiles", "gemm")]
+)
+def test_more_than_a_grid_holds_is_launched_in_parts(name, case, module, monkeypatch):
+    """Of 65,535 workgroups along an axis, here one."""
+    launches, run = [], portable.launch
+    monkeypatch.setattr(f"tilesmith.ops.{module}.portable.MAX_GROUPS", 1)
+    monkeypatch.setattr(portable, "launch", lambda ir, grid, *rest: (launches.append(grid), run(ir, grid, *rest)))
+    result = check(declared()[name], "portable", of(name, case), CPU, torch.float32)
+    assert result.passed and not result.message, result.message
+    axis = 2 if name == "attention" else 1
+    assert len(launches) > 1 and all(grid[axis] == 1 for grid in launches)
+
+
 @pytest.fixture
 def on(monkeypatch, missing):
     """on(backend): portable kernels of this test run there."""

@@ -182,6 +182,7 @@ GOOD = {"x": torch.ones(40), "y": torch.zeros(40)}
         ({"tensors": {"x": [1.0], "y": GOOD["y"]}}, TypeError, "x must be a torch.Tensor, got list"),
         ({"tensors": {"x": torch.ones(80)[::2], "y": GOOD["y"]}}, ValueError, "x must be contiguous"),
         ({"tensors": {"x": GOOD["x"].to("meta"), "y": GOOD["y"]}}, ValueError, "tensors are on cpu, meta"),
+        ({"tensors": {name: x.to("meta") for name, x in GOOD.items()}}, ValueError, "meta device have no memory"),
         ({"tensors": {"x": GOOD["x"], "y": GOOD["x"]}}, ValueError, "x and y overlap in memory"),
         ({"backend": "opencl"}, ValueError, "backend must be one of interpreter, cuda"),
         ({"backend": "metal"}, ValueError, "metal takes tensors on mps, got cpu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
@@ -62,7 +63,8 @@ def main() -> None:
         )
         raise SystemExit(2)
     try:
-        settings()
+        if settings().pins:
+            importlib.import_module("tilesmith.ops")  # which knows whether there are such ops and kernels
     except ValueError as problem:
         sys.stderr.write(f"tilesmith: {problem}\n")
         raise SystemExit(2) from None

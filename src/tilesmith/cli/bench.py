@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilesmith.cli.output import (
+    check_folder,
     console,
     device_named,
     dtype_named,
@@ -25,6 +26,7 @@ from tilesmith.cli.output import (
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
 RESULTS = Path("benchmarks/results")
 
@@ -77,11 +79,14 @@ def command(
         return
     if not what:
         refuse("name what to measure: an op, all, model, host or context-parallel")
+    if save:
+        check_folder("--out", out)
     if "context-parallel" in what:
         _ranks(what, rounds, limit, tuple(filter(None, against.split(","))), case or (), out if save else None)
         return
     if plot is not None:
         needs("matplotlib", "bench", "--plot")
+        check_folder("--plot", plot)
     results = [Path(name) for name in what if name.endswith(".json")]
     if results:
         if len(results) < len(what):
@@ -115,16 +120,16 @@ def command(
                 found = _zoo(subject, {**asked, "seed": zoo, "count": count, "decode": decode, "forward": forward})
             else:
                 found = _op(subject, sweep, {**asked, "named": named, "forward": forward}, tag or _tag(where))
+        told = errors if as_json else console
         if as_json:
             documents.append(found)
         else:
             _show(found)
         if save:
             some = subject == "model" or bool(case) or forward or "=" in (sweep or "")
-            told = errors if as_json else console
             told.print(f"wrote {write(found, out, keep=some)}", highlight=False)
         if plot is not None:
-            _plot(found, plot)
+            _plot(found, plot, told)
     if as_json:
         print_json(documents)
 
@@ -202,14 +207,14 @@ def _ranks(what: list[str], rounds: int, limit: float, only: tuple, cases: list[
             _show(found)
 
 
-def _plot(document: dict[str, Any], folder: Path) -> None:
+def _plot(document: dict[str, Any], folder: Path, told: Console = console) -> None:
     from tilesmith.bench.plots import plot
 
     try:
         paths = plot(document, folder)
     except ValueError as problem:
         refuse(str(problem))
-    console.print(f"drew {', '.join(map(str, paths))}", highlight=False, soft_wrap=True)
+    told.print(f"drew {', '.join(map(str, paths))}", highlight=False, soft_wrap=True)
 
 
 def _saved(paths: list[Path], folder: Path | None) -> None:

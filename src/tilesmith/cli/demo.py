@@ -12,6 +12,8 @@ import typer
 
 from tilesmith.cli.output import (
     CHECK_FAILED,
+    LARGEST_SEED,
+    check_folder,
     console,
     device_named,
     dtype_named,
@@ -55,7 +57,9 @@ def command(
     steps: Annotated[int | None, typer.Option(min=5, help="Training steps.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps; a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and of the order of the text.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the loss curves.")] = Path("tilesmith-demo"),
     export: Annotated[
         Path | None, typer.Option(help="Folder for the trained weights, as examples/webgpu wants them.")
@@ -72,6 +76,9 @@ def command(
         refuse("--export writes the model that the demo makes; leave out --model")
     if export is not None:
         needs("safetensors", "cli", "--export")
+    check_folder("--out", out)
+    if export is not None:
+        check_folder("--export", export)
     where = device_named(device)
     kind = dtype_named(dtype, where)
     with messages_to_stderr(as_json):

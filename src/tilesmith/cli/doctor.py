@@ -21,7 +21,7 @@ def command(
 ) -> None:
     """What is fast on this machine, what is not and why, and what would change it.
 
-    Exits with 1 when an op would run its reference on an accelerator.
+    Exits with 1 when an op would run its reference on an accelerator, or is pinned to a kernel that cannot serve it.
     """
     found = examine(device)
     if as_json:
@@ -48,7 +48,12 @@ def examine(device_name: str | None = None) -> dict:
 
     devices = [d for kind in detect_available_devices().values() for d in kind]
     chosen = device_named(device_name)
-    choices = [row for name in _forward_ops() for row in _choices(name, chosen)]
+    choices, problems = [], []
+    for name in _forward_ops():
+        try:
+            choices += _choices(name, chosen)
+        except NotImplementedError as problem:  # what is pinned cannot serve it
+            problems.append(str(problem))
     slow = [c["op"] for c in choices if c["kernel"] == "reference"] if chosen.type != "cpu" else []
     return {
         "tilesmith": __version__,
@@ -63,7 +68,7 @@ def examine(device_name: str | None = None) -> dict:
         "arch": str(arch_of(chosen)),
         "ops": choices,
         "advice": _advice(chosen, driver()),
-        "problems": [f"{op} runs its reference on {chosen}" for op in slow],
+        "problems": [*problems, *(f"{op} runs its reference on {chosen}" for op in slow)],
     }
 
 
@@ -74,15 +79,15 @@ def _forward_ops() -> list[str]:
 
 
 def _choices(name: str, device) -> list[dict]:
-    from tilesmith.cli.explain import _empty, arguments, as_dict
+    from tilesmith.cli.explain import arguments, as_dict, empty
     from tilesmith.cli.output import dtype_named
     from tilesmith.cli.recorder import choices_of
     from tilesmith.engine import ops
 
-    built = _empty(arguments(name, None, {}, {}), device, dtype_named(None, device))
+    built = empty(arguments(name, None, {}, {}), dtype_named(None, device))
     return [
         {**as_dict(choice), "because": "; ".join(filter(None, (choice.because, choice.note)))}
-        for choice in choices_of(ops()[name], built)
+        for choice in choices_of(ops()[name], built, device=device)
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -50,10 +51,10 @@ def command(
     start = case_named(op, case) if case else None if sizes else typical(op)
     args = arguments(op, start, sizes, options)
     kind = torch.bfloat16 if there is not None and dtype is None else dtype_named(dtype, where)
-    built = _empty(args, where, kind)
+    built = empty(args, kind)
     try:
-        choices = choices_of(declared, built, there)
-    except (TypeError, ValueError) as problem:
+        choices = choices_of(declared, built, there, where)
+    except (TypeError, ValueError, NotImplementedError) as problem:  # the last: what is pinned cannot serve it
         refuse(str(problem))
     on = str(there or where)
     if as_json:
@@ -100,6 +101,10 @@ def _arch(name: str | None, device: str | None) -> Arch | None:
     from tilesmith.hardware import arch_named, detect_available_devices
 
     kind = (device or "").partition(":")[0]
+    if name is not None and device is not None:
+        refuse(
+            f"--arch {name} is about a GPU that need not be here, --device {device} about one that is; give one of them"
+        )
     if name is None and kind == "cuda" and not detect_available_devices()["cuda"]:
         name = "sm90"
     if name is None:
@@ -147,10 +152,11 @@ def _told(case: Case, args: dict) -> str:
     """What the example is, and how to ask about another size."""
     from tilesmith.engine import T
 
-    name, tensor = next(((n, x) for n, x in args.items() if isinstance(x, T)), ("x", T(4096, 8192)))
     kind = "benchmark" if "bench" in case.tags else "small test"
-    sizes = "x".join(map(str, tensor.shape))
-    return f"Sizes of the {kind} case {case.name}; give those of your call, as --shape {name}={sizes}."
+    sizes = [
+        f"--shape {name}={'x'.join(map(str, x.shape))}" for name, x in args.items() if isinstance(x, T) and x.shape
+    ]
+    return f"Sizes of the {kind} case {case.name}; give those of your call, as {' '.join(sizes)}."
 
 
 def arguments(op: str, start: Case | None, shapes: dict, values: dict) -> dict:
@@ -173,8 +179,8 @@ def arguments(op: str, start: Case | None, shapes: dict, values: dict) -> dict:
     return {**args, **values}
 
 
-def _empty(args: dict, device, dtype) -> dict:
-    """The arguments with tensors of the right metadata and no values."""
+def empty(args: dict, dtype) -> dict:
+    """The arguments with tensors of the right metadata that have no memory, on the meta device."""
     import torch
 
     from tilesmith.engine import T
@@ -188,7 +194,7 @@ def _empty(args: dict, device, dtype) -> dict:
             kind = made.build(torch.device("cpu"), dtype, torch.Generator().manual_seed(0)).dtype
         except (RuntimeError, ValueError, IndexError):
             kind = arg.dtype or dtype
-        tensor = torch.empty(arg.shape, dtype=kind, device=device)
+        tensor = torch.empty(arg.shape, dtype=kind, device="meta")
         if arg.layout == "transposed" and tensor.ndim >= 2:
             tensor = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
         return tensor.requires_grad_(arg.grad and tensor.is_floating_point())
@@ -203,8 +209,10 @@ def _empty(args: dict, device, dtype) -> dict:
 def _size(text: str) -> tuple[str, tuple[int, ...]]:
     name, equals, sizes = text.partition("=")
     numbers = sizes.replace(",", "x").split("x")
-    if not equals or not all(n.isdigit() for n in numbers):
+    if not equals or not all(n.isdecimal() for n in numbers):
         refuse(f"--shape must be NAME=SIZExSIZE, such as x=4096x8192; got {text!r}")
+    if math.prod(map(int, numbers)) >= 2**60:
+        refuse(f"--shape {text}: no tensor has so many elements; at most 2**60 are taken")
     return name, tuple(map(int, numbers))
 
 

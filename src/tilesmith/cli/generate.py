@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilesmith.cli.output import device_named, dtype_named, errors, needs, print_json, refuse
+from tilesmith.cli.output import LARGEST_SEED, device_named, dtype_named, errors, needs, print_json, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,9 @@ def command(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest; 0: from all.")] = 40,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest that together have this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the draws; another one each time by default.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Of the draws; another one each time by default.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps; a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as saved by default.")] = None,
     optimize: Annotated[bool, typer.Option(help="Let the library's kernels serve the model.")] = True,

@@ -6,9 +6,12 @@ import ast
 import contextlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
@@ -28,14 +31,18 @@ PIPED_WIDTH = 160
 
 
 def _width(stream: TextIO) -> int | None:
-    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says them."""
-    return None if stream.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PIPED_WIDTH
+    """Columns of a stream: None where rich finds them out, in a terminal and where COLUMNS says more than 0."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said) == 0:
+        return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
+    return None if stream.isatty() or said.isdecimal() else PIPED_WIDTH
 
 
 console = Console(width=_width(sys.stdout))
 errors = Console(stderr=True, width=_width(sys.stderr))
 
 WRONG_USE = 2
+LARGEST_SEED = 2**63 - 1
 CHECK_FAILED = 1
 
 
@@ -52,6 +59,16 @@ def refused(option: str) -> Iterator[None]:
         yield
     except ValueError as problem:
         refuse(f"{option}: {problem}")
+
+
+def check_folder(option: str, folder: Path, instead: str = "name another folder") -> None:
+    """Refuse a folder that cannot be made or written to, before hours are spent on what goes there. Makes nothing."""
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=there):
+            return
+    except OSError as problem:
+        refuse(f"{option} {folder} cannot be written to: {problem.strerror}; {instead}")
 
 
 def print_json(found: Any) -> None:

@@ -44,13 +44,20 @@ class Recorder(torch_private.DispatchMode or object):
             return op.explain(*args, arch=self._arch)
 
 
-def choices_of(op: Op, args: Mapping[str, Any], arch: Arch | None = None) -> list[Choice]:
+def choices_of(
+    op: Op, args: Mapping[str, Any], arch: Arch | None = None, device: torch.device | None = None
+) -> list[Choice]:
     """The choices for a call of `op` and, where an argument asks for a gradient, for its backward. Runs nothing.
 
-    arch: a GPU that is not here, for which to choose.
+    arch: a GPU that is not here, for which to choose. device: where to take the tensors to be; None: where they are.
     """
-    with torch_private.fake_tensor_mode() as fake:
-        faked = {n: fake.from_tensor(v) if isinstance(v, Tensor) else v for n, v in args.items()}
+
+    def fake(x: Tensor) -> Tensor:
+        there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device)
+        return there.requires_grad_(x.requires_grad)
+
+    with torch_private.fake_tensor_mode():
+        faked = {n: fake(v) if isinstance(v, Tensor) else v for n, v in args.items()}
         with Recorder(arch) as recorder:
             out = op(**faked)
             outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]

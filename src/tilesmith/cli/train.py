@@ -16,6 +16,8 @@ import typer
 
 from tilesmith.cli.output import (
     CHECK_FAILED,
+    LARGEST_SEED,
+    check_folder,
     console,
     device_named,
     messages_to_stderr,
@@ -60,7 +62,9 @@ def command(
     length: Annotated[int | None, typer.Option(min=2, help="Tokens of a window; 1024 on a GPU, else 128.")] = None,
     validation: Annotated[float, typer.Option(help="Share of the text, at its end, to validate on.")] = 0.1,
     eval_windows: Annotated[int, typer.Option(min=1, help="At most so many windows in a validation.")] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the order of the windows.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and the order of the windows.")
+    ] = 0,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.", rich_help_panel=SCHEDULE)] = None,
     warmup: Annotated[
         int | None, typer.Option(min=0, help="Steps up to it; a tenth of them.", rich_help_panel=SCHEDULE)
@@ -134,6 +138,7 @@ def _fresh(out: Path, options: dict[str, Any], device: torch.device) -> tuple[Tr
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         hint = "; --resume continues the run in it" if out.is_dir() and checkpoints(out) else ""
         refuse(f"--out {out} is not an empty folder{hint}")
+    check_folder("--out", out)
     plan = _plan(options, device)
     text = _text(options["texts"])
     language = _language(text, plan, options, device)
@@ -155,6 +160,7 @@ def _resumed(
     found = checkpoints(out)
     if not found:
         refuse(f"--resume: {out} holds no checkpoint")
+    check_folder("--out", out)
     latest = found[-1]
     try:
         state = json.loads((latest / STATE).read_text(encoding="utf-8"))
@@ -265,7 +271,8 @@ def _split(language: LanguageModel, text: str, plan: Plan) -> tuple[torch.Tensor
     if min(first, len(tokens) - first) < plan.length:
         refuse(
             f"the text is too short: of its {len(tokens):,} tokens {first:,} are to train on and "
-            f"{len(tokens) - first:,} to validate on, and a window has {plan.length}"
+            f"{len(tokens) - first:,} to validate on, and a window has {plan.length}; give more text, a smaller "
+            "--length or another --validation"
         )
     return tokens[:first], held_out(tokens[first:], plan.length, plan.eval_windows)
 
@@ -298,7 +305,7 @@ def _train(trainer: Trainer, last: int, eval_every: int, save: Callable[[], Path
         bar = bars.add_task("training", total=plan.steps, completed=trainer.step)
         if not trainer.history.validation:
             _told(trainer, trainer.evaluate(), "")
-        kept = trainer.step
+        kept, where = trainer.step, None
         while trainer.step < last and not asked.is_set():
             try:
                 clock.run(trainer.advance)
@@ -312,7 +319,8 @@ def _train(trainer: Trainer, last: int, eval_every: int, save: Callable[[], Path
             if trainer.step % save_every == 0 or trainer.step == last or asked.is_set():
                 where, kept = save(), trainer.step
     stopped = "interrupted; " if asked.is_set() else ""
-    console.print(f"{stopped}step {trainer.step:,} of {plan.steps:,} is in {where}", highlight=False)
+    saved = "nothing new was trained" if where is None else f"step {trainer.step:,} of {plan.steps:,} is in {where}"
+    console.print(f"{stopped}{saved}", highlight=False)
     if stopped:
         raise typer.Exit(INTERRUPTED)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import resources
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tilesmith.cli.output import (
     CHECK_FAILED,
+    check_folder,
     console,
     device_named,
     dtype_named,
@@ -17,6 +20,7 @@ from tilesmith.cli.output import (
     refused,
     table,
 )
+from tilesmith.settings import settings
 
 _FIELDS = ("case", "kernel", "default", "best", "gain", "configuration", "tried")
 
@@ -58,6 +62,10 @@ def command(
             check_named(name, cases(name), cases_of(name, case or ()), kind)
     if not tunable:
         refuse(f"no case of {', '.join(names)} is meant for tuning; name one with --case")
+    if ship:
+        check_folder("--ship", Path(str(resources.files("tilesmith"))), "--save keeps rows for this machine")
+    elif save:
+        check_folder("TILESMITH_CACHE_DIR", settings().cache_dir)
     found: list[dict] = []
     for name in tunable:
         with console.status(f"checking {name}") as status:

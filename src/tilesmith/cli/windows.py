@@ -32,7 +32,7 @@ class Windows:
 
     def _order(self) -> Tensor:
         """Starts of this epoch's windows. The first lies anywhere, so that texts are not always cut alike."""
-        draw = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        draw = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
         last = len(self.tokens) - self.length
         first = int(torch.randint(min(self.length, last + 1), (), generator=draw))
         starts = torch.arange(first, last + 1, self.length)

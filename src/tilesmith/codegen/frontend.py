@@ -8,7 +8,7 @@ import os.path
 import textwrap
 from collections.abc import Callable
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from tilesmith.codegen import language, typed
@@ -44,6 +44,10 @@ def build(
 
     Raises KernelError, which begins with file:line and says what is allowed.
     """
+    if not isinstance(function, FunctionType):
+        raise KernelError(f"build: a kernel is a plain Python function, got {type(function).__name__}")
+    if not isinstance(workgroup, (tuple, list)) or len(workgroup) != 3:
+        raise KernelError(f"{function.__name__}: a workgroup is three positive ints, got {workgroup!r}")
     front = Frontend(function, constants)
     front.subgroup_size = subgroup_size
     try:
@@ -61,9 +65,12 @@ def _parsed(code: CodeType) -> ast.FunctionDef:
         source = textwrap.dedent(inspect.getsource(code))
     except OSError as problem:
         raise KernelError(f"{code.co_name}: the Python text is needed and cannot be read: {problem}") from None
-    tree = ast.parse(source)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a lambda within a longer statement, of which these lines are a part
+        tree = ast.Module([], [])
     ast.increment_lineno(tree, code.co_firstlineno - 1)
-    (definition,) = tree.body
+    definition = tree.body[0] if len(tree.body) == 1 else None
     if not isinstance(definition, ast.FunctionDef):
         raise KernelError(f"{code.co_filename}:{code.co_firstlineno}: a kernel is a plain `def`")
     return definition

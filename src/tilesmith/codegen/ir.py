@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
+from numbers import Integral, Real
 
 from tilesmith.codegen.node import Node
 from tilesmith.codegen.nodes import (
@@ -22,7 +24,7 @@ from tilesmith.codegen.nodes import (
     expressions,
     walk,
 )
-from tilesmith.codegen.types import KernelError, Type
+from tilesmith.codegen.types import RANGES, KernelError, Type
 from tilesmith.codegen.variables import declarations
 
 FEATURES = ("f16", "bf16", "subgroups", "fragments", "elements", "conversions")
@@ -165,19 +167,70 @@ class KernelIR(Node):
         """The functions that the kernel calls."""
         return frozenset(e.function for e in self.expressions if isinstance(e, Call))
 
+    def plain_scalars(self, values: Mapping[str, int | float]) -> dict[str, int | float]:
+        """`values` as Python's numbers, in declared order. Infinities and NaN are numbers of f32.
+
+        Raises KernelError where `values` has not exactly the declared names, or a type does not hold its number,
+        TypeError for what is no whole number, or for f32 no number.
+        """
+        self.want("scalars", self.scalar_types.keys(), values)
+        plain: dict[str, int | float] = {}
+        for name, (is_int, low, high) in self.scalar_types.items():
+            value = number = values[name]
+            if type(value) is not int and (is_int or type(value) is not float):  # both at once in most launches
+                if isinstance(value, bool) or not isinstance(value, Integral if is_int else Real):
+                    allowed = "a whole number" if is_int else "a number"
+                    raise TypeError(f"{self.name}: {name} is a {self.scalar(name).type}, got {value!r}; pass {allowed}")
+                number = int(value) if isinstance(value, Integral) else float(value)
+            if (number < low or number > high) and abs(number) != math.inf:  # NaN is neither
+                raise KernelError(f"{self.name}: {name} is a {self.scalar(name).type}, which does not hold {value}")
+            plain[name] = number
+        return plain
+
+    @cached_property
+    def scalar_types(self) -> dict[str, tuple[bool, int | float, int | float]]:
+        """Of each scalar whether it is an integer, the least and the largest number that it holds."""
+        return {s.name: (s.type.is_int, *RANGES[s.type.dtype]) for s in self.scalars}
+
+    def scalar(self, name: str) -> Scalar:
+        """The scalar of that name."""
+        return next(s for s in self.scalars if s.name == name)
+
+    def want(self, kind: str, wanted: Collection[str], given: Mapping) -> None:
+        """Raise KernelError where `given`, the tensors or the scalars of a launch, have other names than `wanted`."""
+        if type(given) is not dict and not isinstance(given, Mapping):
+            raise TypeError(f"{self.name}: {kind} must be a mapping from names to {kind}, got {type(given).__name__}")
+        if set(wanted) != set(given):
+            got = ", ".join(map(str, given)) or "none"
+            raise KernelError(f"{self.name} takes the {kind} {', '.join(wanted) or 'none'}; got {got}")
+
+    def plain_grid(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """`grid` as Python's numbers. Raises KernelError for what is not three whole numbers of workgroups."""
+        if (
+            not isinstance(grid, (tuple, list))
+            or len(grid) != 3
+            or not all((type(n) is int or isinstance(n, Integral)) and 0 <= n < 2**31 for n in grid)
+        ):
+            raise KernelError(f"{self.name}: grid must be three whole numbers of at least 0, got {grid!r}")
+        x, y, z = map(int, grid)
+        return x, y, z
+
     def pack_scalars(self, values: Mapping[str, int | float]) -> bytes:
         """The uniform block of SPIR-V and WGSL: four bytes a scalar in declared order, padded to 16. b"" for none.
 
-        Raises KernelError where `values` has not exactly the declared names.
+        Raises as `plain_scalars` does.
         """
-        if set(values) != {s.name for s in self.scalars}:
-            wanted = ", ".join(s.name for s in self.scalars) or "none"
-            raise KernelError(f"{self.name} takes the scalars {wanted}; got {', '.join(values) or 'none'}")
         code = {"f32": "f", "u32": "I", "i32": "i"}
-        block = struct.pack(
-            "<" + "".join(code[s.type.dtype] for s in self.scalars), *(values[s.name] for s in self.scalars)
-        )
+        plain = self.plain_scalars(values)
+        block = struct.pack("<" + "".join(code[s.type.dtype] for s in self.scalars), *plain.values())
         return block + bytes(-len(block) % 16)
+
+
+def a_kernel(ir: object, where: str) -> KernelIR:
+    """`ir`. Raises TypeError, which names the function `where`, for what is no KernelIR."""
+    if not isinstance(ir, KernelIR):
+        raise TypeError(f"{where}: ir must be a KernelIR, got {type(ir).__name__}; make one of a kernel by `build`")
+    return ir
 
 
 def packed(memory: Buffer | Array, fragment: Fragment) -> int:

@@ -39,10 +39,10 @@ def _packaged() -> list[str]:
 
 def compile(source: str, name: str, arch: str, binary: bool = False) -> str | bytes:
     """`source` as PTX for `arch` ("sm_90"), or as its cubin. Raises KernelError with NVRTC's log."""
-    nvrtc, program = library(), ctypes.c_void_p()
-    kind, _, number = arch.partition("_")
+    kind, _, number = arch.partition("_") if isinstance(arch, str) else ("", "", "")
     if kind != "sm" or not number[:2].isdigit():
         raise KernelError(f"arch must be like 'sm_80' or 'sm_90', got {arch!r}")
+    nvrtc, program = library(), ctypes.c_void_p()
     target = f"--gpu-architecture={'sm' if binary else 'compute'}_{number}"
     options = [target.encode(), b"--std=c++17"]
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)

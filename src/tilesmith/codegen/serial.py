@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tilesmith.codegen import nodes
-from tilesmith.codegen.ir import Array, Buffer, Fragment, KernelIR, Scalar, Variable
+from tilesmith.codegen.ir import Array, Buffer, Fragment, KernelIR, Scalar, Variable, a_kernel
 from tilesmith.codegen.node import Node
 from tilesmith.codegen.types import KernelError, Type, type_named
 from tilesmith.codegen.verifier import verify
@@ -22,6 +22,7 @@ _CLASSES = {**_NODES, **_BASES, "str": str, "int": int, "float": float, "bool": 
 
 def to_json(ir: KernelIR, indent: int | None = None) -> str:
     """`ir` as JSON text. A node is a list: its name, then its fields in declared order."""
+    a_kernel(ir, "to_json")
     return json.dumps(
         {"version": VERSION, **{name: _plain(getattr(ir, name)) for name in KernelIR._names}}, indent=indent
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from tilesmith.codegen.ir import Array, Buffer, KernelIR
+from tilesmith.codegen.ir import Array, Buffer, KernelIR, a_kernel
 from tilesmith.codegen.nodes import (
     Assign,
     Barrier,
@@ -70,7 +70,7 @@ def _kind(t: Type) -> int:
 
 class _Spirv(Fragments):
     def __init__(self, ir: KernelIR, limits: Limits | None):
-        self.ir = ir
+        self.ir = a_kernel(ir, "spirv.generate")
         self.limits = limits
         self.m = Module()
         self.pointers: dict[str, int] = {}

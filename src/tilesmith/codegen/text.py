@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from tilesmith.codegen.ir import Array, Buffer, KernelIR
+from tilesmith.codegen.ir import Array, Buffer, KernelIR, a_kernel
 from tilesmith.codegen.nodes import (
     Assign,
     Barrier,
@@ -83,7 +83,7 @@ class TextPrinter:
         cls.printers = {kind: getattr(cls, name) for kind, name in _PRINTERS.items()}
 
     def __init__(self, ir: KernelIR, limits: Limits | None = None):
-        self.ir = ir
+        self.ir = a_kernel(ir, f"{self.target}.generate")
         self.limits = limits
         self.lines: list[str] = []
         self.depth = 1

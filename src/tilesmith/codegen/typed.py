@@ -21,7 +21,7 @@ from tilesmith.codegen.nodes import (
     Unary,
     Vector,
 )
-from tilesmith.codegen.types import Type, bool_, f32, f32x2, i32, u32, vector
+from tilesmith.codegen.types import RANGES, Type, bool_, f32, f32x2, i32, u32, vector
 
 
 class Misuse(Exception):
@@ -49,7 +49,6 @@ _FOLDS = {
     "^": operator.xor,
 }
 _FLOAT_FOLDS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-_RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1)}
 LARGEST = {
     "f32": struct.unpack("<f", b"\xff\xff\x7f\x7f")[0],
     "f16": 65504.0,
@@ -72,7 +71,7 @@ def constant(value: bool | int | float, type_: Type | None = None) -> Const:
     if type_.is_int:
         if not isinstance(value, int):
             raise Misuse(f"{value!r} is not of type {type_}")
-        low, high = _RANGES[type_.dtype]
+        low, high = RANGES[type_.dtype]
         if not low <= value <= high:
             raise Misuse(f"{value} is outside {type_}: {low} to {high}")
     if type_.is_float:
@@ -212,7 +211,7 @@ def _fold(op: str, a: Expr, b: Expr) -> Expr:
 
 def _wrapped(t: Type, value: int) -> int:
     """`value` modulo 2**32, as `t` reads it."""
-    low = _RANGES[t.dtype][0]
+    low = RANGES[t.dtype][0]
     return (value - low) % 2**32 + low
 
 
@@ -246,7 +245,11 @@ def select(condition: object, yes: object, no: object) -> Expr:
 def cast(type_: Type, x: object) -> Expr:
     """`x` converted to `type_`; vectors lane by lane, a scalar to a vector by repeating it."""
     if not isinstance(x, Expr):
-        return constant(x, type_) if not (type_.is_int and isinstance(x, float)) else constant(int(x), type_)
+        if type_.is_int and isinstance(x, float):
+            if not math.isfinite(x):
+                raise Misuse(f"{x} to {type_}: it is no whole number")
+            x = int(x)
+        return constant(x, type_)
     if x.type is type_:
         return x
     if type_ is bool_:

@@ -72,6 +72,12 @@ i32, i32x2, i32x4 = TYPES["i32"], TYPES["i32x2"], TYPES["i32x4"]
 bool_ = TYPES["bool"]
 
 
+RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1), "f32": (-(2.0**128 - 2.0**104), 2.0**128 - 2.0**104)}
+"""The least and the largest number of each type of a scalar."""
+
+SUBGROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Threads that a device's subgroup may have."""
+
 LONGEST = 2**20
 """Elements of an array: of a thread's own or of a workgroup's no device has as many."""
 

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from tilesmith.codegen import typed
-from tilesmith.codegen.ir import Array, Buffer, KernelIR, packed
+from tilesmith.codegen.ir import Array, Buffer, KernelIR, a_kernel, packed
 from tilesmith.codegen.layout import ELEMENTS
 from tilesmith.codegen.nodes import (
     Assign,
@@ -47,7 +47,7 @@ from tilesmith.codegen.nodes import (
     walk,
 )
 from tilesmith.codegen.typed import Misuse
-from tilesmith.codegen.types import LONGEST, KernelError, Type, bool_, f32, i32, u32
+from tilesmith.codegen.types import LONGEST, SUBGROUPS, KernelError, Type, bool_, f32, i32, u32
 from tilesmith.codegen.uniformity import Uniformity
 from tilesmith.codegen.variables import unassigned
 
@@ -56,21 +56,23 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 MAX_THREADS = 1024
-_SUBGROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def verify(ir: KernelIR, limits: Limits | None = None) -> None:
     """Raise KernelError at the first thing that is wrong, with its line; with `limits`, also if it exceeds a device.
     TypeError for what is no KernelIR."""
-    if not isinstance(ir, KernelIR):
-        raise TypeError(f"verify: ir must be a KernelIR, got {type(ir).__name__}; make one of a kernel by `build`")
-    _Verifier(ir).run()
+    _Verifier(a_kernel(ir, "verify")).run()
     fits(ir, limits)
 
 
 def fits(ir: KernelIR, limits: Limits | None) -> None:
-    """Raise KernelError if the workgroup or its shared memory is beyond `limits`, naming the arrays."""
-    reasons = limits.refuses(ir.shared_bytes, ir.workgroup) if limits is not None else []
+    """Raise KernelError if the workgroup or its shared memory is beyond `limits`, naming the arrays. TypeError for what
+    is no Limits."""
+    if limits is None:
+        return
+    if not hasattr(limits, "refuses"):
+        raise TypeError(f"limits must be Limits, got {limits!r}; get them from tilesmith.hardware.limits_of")
+    reasons = limits.refuses(ir.shared_bytes, ir.workgroup)
     if reasons:
         arrays = ", ".join(f"{a.name} {a.length * a.type.bytes:,}" for a in ir.arrays if a.space == "shared")
         raise KernelError(f"{ir.source}: {ir.name}: {'; '.join(reasons)} (bytes by array: {arrays or 'none'})")
@@ -116,8 +118,8 @@ class _Verifier:
             self.wrong(f"a workgroup is three positive ints, got {ir.workgroup}")
         if ir.threads > MAX_THREADS:
             self.wrong(f"a workgroup of {ir.threads} threads; no device runs more than {MAX_THREADS}")
-        if ir.subgroup_size not in (None, *_SUBGROUPS):
-            self.wrong(f"subgroups of {ir.subgroup_size!r}; allowed: None, {', '.join(map(str, _SUBGROUPS))} threads")
+        if ir.subgroup_size not in (None, *SUBGROUPS):
+            self.wrong(f"subgroups of {ir.subgroup_size!r}; allowed: None, {', '.join(map(str, SUBGROUPS))} threads")
         for s in ir.scalars:
             if s.type not in (f32, u32, i32):
                 self.wrong(f"scalar {s.name} is {s.type}; allowed: f32, u32, i32")
@@ -283,8 +285,11 @@ class _Verifier:
 
     def binary(self, e: Binary) -> Type:
         shift = e.op in ("<<", ">>")
-        if e.left.type is not e.right.type and not (shift and e.right.type.dtype == "u32"):
+        counted = shift and e.right.type.dtype == "u32" and e.left.type.lanes == e.right.type.lanes
+        if e.left.type is not e.right.type and not counted:
             self.wrong(f"{e.left.type} {e.op} {e.right.type}")
+        if e.left.type is bool_ and e.op in ("&", "|"):
+            self.wrong(f"{e.op} of bool; allowed: and, or")
         if e.op in ("//", "%") and e.left.type.dtype != "u32":
             self.wrong(f"{e.op} of {e.left.type}; allowed: u32")
         return typed.binary(e.op, e.left, e.right).type
@@ -299,12 +304,26 @@ class _Verifier:
             self.wrong(f"{e.function} of {', '.join(str(a.type) for a in e.args)}")
         if len(e.args) != typed.ARITY[e.function]:
             self.wrong(f"{e.function} takes {typed.ARITY[e.function]} values, got {len(e.args)}")
+        if e.function == "abs" and e.type.dtype == "u32":
+            self.wrong(f"abs of {e.type}")
         return typed.call(e.function, *e.args).type
 
     def cast(self, e: Cast) -> Type:
+        if e.x.type is e.type:
+            self.wrong(f"a cast of {e.type} to itself")
         if e.x.type.lanes != e.type.lanes:
             self.wrong(f"a cast of {e.x.type} to {e.type}")
         return typed.cast(e.type, e.x).type
+
+    def bitcast(self, e: Bitcast) -> Type:
+        if e.x.type is e.type:
+            self.wrong(f"a bitcast of {e.type} to itself")
+        return typed.bitcast(e.type, e.x).type
+
+    def component(self, e: Component) -> Type:
+        if e.x.type.lanes == 1:
+            self.wrong(f"lane {e.index} of {e.x.type}, which is no vector")
+        return typed.component(e.x, e.index).type
 
     def vector(self, e: Vector) -> Type | None:
         if len(e.parts) == 1:
@@ -343,8 +362,8 @@ _EXPRESSIONS = {
     Call: _Verifier.call,
     Select: _Verifier.select,
     Cast: _Verifier.cast,
-    Bitcast: lambda self, e: typed.bitcast(e.type, e.x).type,
+    Bitcast: _Verifier.bitcast,
     Vector: _Verifier.vector,
-    Component: lambda self, e: typed.component(e.x, e.index).type,
+    Component: _Verifier.component,
     Element: _Verifier.element_type,
 }

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
+
+from tilesmith.codegen import KernelIR
+
 
 def positive(config: object, *fields: str) -> None:
     """Raise ValueError for a field that is no int of at least 1."""
@@ -9,6 +14,13 @@ def positive(config: object, *fields: str) -> None:
         value = getattr(config, field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{_name(config)}: {field} must be a whole number of at least 1, got {value!r}")
+
+
+def counts(config: object, **given: int) -> None:
+    """Raise ValueError for an argument of `config.grid` that is no int of at least 0."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            fail(config, f"grid: {name} must be a whole number of at least 0, got {value!r}")
 
 
 def flags(config: object, *fields: str) -> None:
@@ -43,10 +55,29 @@ def half(config: object) -> None:
     one_of(config, "half", "f16", "bf16")
 
 
-def a(config: object, kind: type) -> None:
-    """Raise TypeError for a configuration of another kernel."""
-    if not isinstance(config, kind):
-        raise TypeError(f"config must be a {kind.__name__}, got {type(config).__name__}")
+def builds_from(kind: type) -> Callable[[Callable[..., KernelIR]], Callable[..., KernelIR]]:
+    """A decorator of what builds a kernel from a configuration of this `kind`: it keeps the last 64, and raises
+    TypeError for anything else, which need not be hashable."""
+
+    def checked(create: Callable[..., KernelIR]) -> Callable[..., KernelIR]:
+        kept = lru_cache(maxsize=64)(create)
+
+        @wraps(create)
+        def build(config: object) -> KernelIR:
+            if not isinstance(config, kind):
+                raise TypeError(f"config must be a {kind.__name__}, got {type(config).__name__}")
+            return kept(config)
+
+        build.cache_info, build.cache_clear = kept.cache_info, kept.cache_clear
+        return build
+
+    return checked
+
+
+def limits(found: object, name: str) -> None:
+    """Raise TypeError for an argument that is no Limits."""
+    if not hasattr(found, "refuses"):
+        raise TypeError(f"{name} must be Limits, got {found!r}; get them from tilesmith.hardware.limits_of")
 
 
 def fail(config: object, message: str) -> None:

@@ -6,7 +6,6 @@ Sources: Dao et al., arXiv:2205.14135; Dao, arXiv:2307.08691.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilesmith.codegen import KernelIR
@@ -56,6 +55,8 @@ class FlashAttentionConfig:
             checks.fail(self, f"head_dim must be a multiple of {step} up to 256{units}, got {self.head_dim}")
         if self.matrix != "none" and not self.use_half:
             checks.fail(self, f"matrix units of {self.matrix} multiply f16; set use_half=True, or matrix='none'")
+        if self.matrix in ("vulkan", "vulkan-nv") and self.half == "bf16":
+            checks.fail(self, f"matrix units through Vulkan multiply f16; with matrix={self.matrix!r} set half='f16'")
         if self.threads > 1024:
             blocks = f"{self.block_size_q} x {self.block_size_kv}"
             checks.fail(self, f"blocks of {blocks} need {self.threads} threads; a workgroup has at most 1024")
@@ -79,13 +80,14 @@ class FlashAttentionConfig:
 
     def grid(self, n_q: int, heads: int, batch: int = 1) -> tuple[int, int, int]:
         """The workgroups for `batch` x `heads` x `n_q` queries. Raises ValueError where a grid cannot hold them."""
+        checks.counts(self, n_q=n_q, heads=heads, batch=batch)
         size = (-(-n_q // self.block_size_q), heads, batch)
         if max(size) > MAX_GROUPS:
             checks.fail(self, f"a grid of {size} is larger than {MAX_GROUPS} along an axis; launch it in parts")
         return size
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(FlashAttentionConfig)
 def create_flash_attention_kernel(config: FlashAttentionConfig) -> KernelIR:
     """out = softmax(scale · q · kᵀ) · v, in tiles, so that the scores never reach memory.
 
@@ -101,7 +103,6 @@ def create_flash_attention_kernel(config: FlashAttentionConfig) -> KernelIR:
     A query that sees no key gives 0, and -3e38 in lse; a key whose score is NaN counts as one that it does not see.
     Source: Dao, arXiv:2307.08691.
     """
-    checks.a(config, FlashAttentionConfig)
     return (attention_scalar if config.matrix == "none" else attention_matrix).create(config)
 
 
@@ -113,6 +114,8 @@ def required_shared_memory(config: FlashAttentionConfig) -> int:
 def validate_config(config: FlashAttentionConfig, gpu_max_shared_memory: int) -> None:
     """Raise ValueError, in words, where the kernel needs more shared memory than a workgroup of the GPU may use."""
     needs = required_shared_memory(config)
+    if isinstance(gpu_max_shared_memory, bool) or not isinstance(gpu_max_shared_memory, (int, float)):
+        raise TypeError(f"gpu_max_shared_memory must be a number of bytes, got {gpu_max_shared_memory!r}")
     if needs > gpu_max_shared_memory:
         checks.fail(
             config,
@@ -161,6 +164,7 @@ def preset_for(
     matrix: as in FlashAttentionConfig; None: that of the backend where it is sure to be there (CUDA, Metal) and
     multiplies such heads. Raises ValueError where nothing fits.
     """
+    checks.limits(limits, "limits")
     if matrix is None:
         step = {"cuda": 16, "metal": 8}.get(limits.backend.partition(" ")[0])
         sure = use_half and step is not None and head_dim % step == 0

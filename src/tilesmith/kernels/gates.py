@@ -1,7 +1,6 @@
 """Gated linear units: SwiGLU and GeGLU of a gate and an up projection, element by element."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tilesmith.codegen import In, KernelIR, Out, Scalar, build, f32, inline, local, tid, u32, unroll, vector
 from tilesmith.kernels import checks
@@ -34,6 +33,7 @@ class SwiGLUConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 
@@ -60,10 +60,11 @@ class GeGLUConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(SwiGLUConfig)
 def create_swiglu_kernel(config: SwiGLUConfig) -> KernelIR:
     """out = silu(gate) · up, with silu(x) = x · sigmoid(x).
 
@@ -73,11 +74,10 @@ def create_swiglu_kernel(config: SwiGLUConfig) -> KernelIR:
 
     Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
     """
-    checks.a(config, SwiGLUConfig)
     return _gated(config, silu, whole=True)
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(GeGLUConfig)
 def create_geglu_kernel(config: GeGLUConfig) -> KernelIR:
     """out = gelu(gate) · up, with the GELU that `config.approximate` names.
 
@@ -85,7 +85,6 @@ def create_geglu_kernel(config: GeGLUConfig) -> KernelIR:
 
     Source: as `create_swiglu_kernel`; Hendrycks and Gimpel, arXiv:1606.08415.
     """
-    checks.a(config, GeGLUConfig)
     exact = config.approximate == "none"
     return _gated(config, gelu_exact if exact else gelu_tanh, whole=not exact)
 

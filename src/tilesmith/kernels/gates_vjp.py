@@ -1,7 +1,6 @@
 """Gradients of the gated linear units, element by element."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tilesmith.codegen import In, KernelIR, Out, Scalar, build, f32, inline, tid, u32, unroll, vector
 from tilesmith.kernels import checks
@@ -40,17 +39,17 @@ class GatedVjpConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return flat_grid(self, rows, _VECTORS_A_THREAD)
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(GatedVjpConfig)
 def create_gated_vjp_kernel(config: GatedVjpConfig) -> KernelIR:
     """dgate = dout · up · activation'(gate) and dup = dout · activation(gate), each where it is wanted; rounded once.
 
     Tensors dout, gate, up, dgate, dup: [rows, hidden_dim], contiguous. Scalars: rows; with `strided` also dout_step,
     gate_step and up_step, as in `create_swiglu_kernel`. Grid: `config.grid(rows)`.
     """
-    checks.a(config, GatedVjpConfig)
     lanes = vector_lanes(config.hidden_dim)
     wide, stored = vector(f32, lanes), vector(stored_scalar(config), lanes)
     threads, a_row, strided = config.workgroup_size, config.hidden_dim // lanes, config.strided

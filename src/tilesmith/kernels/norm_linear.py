@@ -1,7 +1,6 @@
 """Layer norm or RMS norm, fused with the linear layer after it."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tilesmith.codegen import (
     In,
@@ -105,20 +104,20 @@ def _check(config: LayerNormLinearConfig | NormLinearConfig) -> None:
 
 
 def _grid(config: LayerNormLinearConfig | NormLinearConfig, rows: int) -> tuple[int, int, int]:
+    checks.counts(config, rows=rows)
     blocks = -(-rows // config.block_m)
     if blocks > MAX_GROUPS:
         checks.fail(config, f"{rows:,} rows are more than {MAX_GROUPS * config.block_m:,}; launch them in parts")
     return (-(-config.outputs // config.block_n), blocks, 1)
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(LayerNormLinearConfig)
 def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
     """y = n · weightᵀ + bias, with n = layer_norm(x) · norm_weight + norm_bias, rounded to x's type.
 
     Tensors x: [rows, hidden_dim]; norm_weight, norm_bias: [hidden_dim]; weight: [output_dim, hidden_dim]; bias:
     [output_dim], if configured; y: [rows, output_dim]; all contiguous. Scalars: rows, eps. Grid: `config.grid(rows)`.
     """
-    checks.a(config, LayerNormLinearConfig)
     scalar = stored_scalar(config)
     stored = vector(scalar, vector_lanes(config.hidden_dim))
     body, threads = _body(config, layer=True)
@@ -138,7 +137,7 @@ def create_layer_norm_linear_kernel(config: LayerNormLinearConfig) -> KernelIR:
     return build(layer_norm_linear, (threads, 1, 1))
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(NormLinearConfig)
 def create_norm_linear_kernel(config: NormLinearConfig) -> KernelIR:
     """y = n · weightᵀ + bias, with n the norm of x, rounded to x's type.
 
@@ -146,7 +145,6 @@ def create_norm_linear_kernel(config: NormLinearConfig) -> KernelIR:
     y mean (for "layer") and rstd, f32 [rows]. Scalars: rows, eps, and for "rms" with a weight offset, which is added to
     it. Grid: `config.grid(rows)`.
     """
-    checks.a(config, NormLinearConfig)
     scalar, lanes, layer = stored_scalar(config), vector_lanes(config.hidden_dim), config.kind == "layer"
     stored, wide = vector(scalar, lanes), vector(f32, lanes)
     body, threads = _body(config, layer)

@@ -1,7 +1,6 @@
 """RMS norm before rotary embedding, of whole tokens or head by head."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tilesmith.codegen import (
     In,
@@ -70,6 +69,7 @@ class RMSNormRoPEConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` tokens."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows * (self.hidden_dim // self.normed))
 
 
@@ -131,6 +131,7 @@ class HeadsNormRoPEConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` tokens."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows * (self.parts // self.together))
 
 
@@ -141,7 +142,7 @@ def _plan(config: RMSNormRoPEConfig | HeadsNormRoPEConfig, scalar: Type, subgrou
     return Rows.of(config.normed // 2, config.workgroup_size, scalar, lanes, beside=16, subgroup=subgroup)
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(RMSNormRoPEConfig)
 def create_rms_norm_rope_kernel(config: RMSNormRoPEConfig) -> KernelIR:
     """y = rope(rms_norm(x) · weight): a pair (a, b) becomes (a cos - b sin, b cos + a sin). Rounded once.
 
@@ -151,7 +152,6 @@ def create_rms_norm_rope_kernel(config: RMSNormRoPEConfig) -> KernelIR:
 
     Source: Zhang and Sennrich, arXiv:1910.07467; Su et al., arXiv:2104.09864.
     """
-    checks.a(config, RMSNormRoPEConfig)
     plan, parts = config.plan, config.hidden_dim // config.normed
     stored = vector(plan.scalar, 2 if config.interleaved else plan.lanes)
     half = config.head_dim // 2 // plan.lanes  # pairs a head, in vectors
@@ -177,7 +177,7 @@ def create_rms_norm_rope_kernel(config: RMSNormRoPEConfig) -> KernelIR:
     return build(rms_norm_rope, (plan.workgroup, 1, 1))
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(HeadsNormRoPEConfig)
 def create_heads_norm_rope_kernel(config: HeadsNormRoPEConfig) -> KernelIR:
     """y = rope(rms_norm(x) · (weight + offset)), with 1 / the root mean square of what was normalised together.
 
@@ -186,7 +186,6 @@ def create_heads_norm_rope_kernel(config: HeadsNormRoPEConfig) -> KernelIR:
     modulo `angles`. Scalars: rows (batch · tokens), tokens, angles, the six steps, eps, and
     with a weight offset. Grid: `config.grid(rows)`.
     """
-    checks.a(config, HeadsNormRoPEConfig)
     plan, together = config.plan, config.together
     parts = config.parts // together
     stored = vector(plan.scalar, config.lanes)

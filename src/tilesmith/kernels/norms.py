@@ -1,7 +1,6 @@
 """RMS norm and layer norm over rows, of a sum with a residual or of x itself."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tilesmith.codegen import (
     In,
@@ -60,6 +59,7 @@ class ResidualLayerNormConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows)
 
 
@@ -105,10 +105,11 @@ class NormConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows)
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(ResidualLayerNormConfig)
 def create_residual_layer_norm_kernel(config: ResidualLayerNormConfig) -> KernelIR:
     """y = layer_norm(s) · weight + bias, with s = x + residual, rounded to their type before it is normalised.
 
@@ -117,7 +118,6 @@ def create_residual_layer_norm_kernel(config: ResidualLayerNormConfig) -> Kernel
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450; Xiong et al., arXiv:2002.04745, for the placement.
     """
-    checks.a(config, ResidualLayerNormConfig)
     stored, a_row, pre = config.plan.stored, config.plan.vectors, config.placement == "pre"
     name = stored.dtype
     norm = _norm(
@@ -140,7 +140,7 @@ def create_residual_layer_norm_kernel(config: ResidualLayerNormConfig) -> Kernel
     return build(residual_layer_norm, (config.plan.workgroup, 1, 1), name=f"residual_layer_norm_{config.placement}")
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(NormConfig)
 def create_norm_kernel(config: NormConfig) -> KernelIR:
     """y = s · rstd · (weight + offset), or (s - mean) · rstd · weight + bias, with s = x or x + residual.
 
@@ -151,7 +151,6 @@ def create_norm_kernel(config: NormConfig) -> KernelIR:
 
     Source: Zhang and Sennrich, arXiv:1910.07467; Ba, Kiros and Hinton, arXiv:1607.06450.
     """
-    checks.a(config, NormConfig)
     layer = config.kind == "layer"
     stored, added, scaled, shifted = (
         None if name is None else vector(type_named(name), config.plan.lanes)

@@ -1,7 +1,6 @@
 """Gradients of RMS norm and layer norm over rows: of the rows, and sums over rows for weight and bias."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tilesmith.codegen import (
     In,
@@ -71,7 +70,7 @@ class NormVjpConfig:
         return self.plan.count * self.plan.lanes <= most
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(NormVjpConfig)
 def create_norm_vjp_kernel(config: NormVjpConfig) -> KernelIR:
     """dx = (d - mean(d) - xhat · mean(d · xhat)) · rstd + ds, with d = dy · (weight + offset); "rms" has no mean(d).
 
@@ -81,7 +80,6 @@ def create_norm_vjp_kernel(config: NormVjpConfig) -> KernelIR:
     unless `config.keep`. Scalars: rows, parts (workgroups times `config.plan.rows`), offset (with a weight, for "rms"),
     the steps. Grid: any (n, 1, 1).
     """
-    checks.a(config, NormVjpConfig)
     plan, layer = config.plan, config.kind == "layer"
     stored, wide, lanes = plan.stored, plan.wide, plan.lanes
     incoming, added, scaled = (

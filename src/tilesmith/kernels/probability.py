@@ -1,7 +1,6 @@
 """Softmax with dropout over rows of scores, causal or not."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from tilesmith.codegen import (
     In,
@@ -79,10 +78,11 @@ class SoftmaxDropoutConfig:
 
     def grid(self, rows: int) -> tuple[int, int, int]:
         """The workgroups for `rows` rows."""
+        checks.counts(self, rows=rows)
         return self.plan.grid(rows)
 
 
-@lru_cache(maxsize=64)
+@checks.builds_from(SoftmaxDropoutConfig)
 def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     """y = dropout(softmax(scale · x)): kept elements are divided by 1 - p, the others 0. Rounded once.
 
@@ -99,7 +99,6 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
     the widest of 4, 2 and 1 elements that divides hidden_dim. With `statistics` also top and total: f32 [rows], the
     maximum of scale · x over what a row sees (-3.4e38 where that is nothing) and the sum of exp(scale · x - top).
     """
-    checks.a(config, SoftmaxDropoutConfig)
     plan, causal = config.plan, config.causal
     stored, wide, sweep = plan.stored, plan.wide, plan.sweep
     lanes, pieces, each = plan.lanes, plan.pieces, plan.each

@@ -23,6 +23,8 @@ _RDNA3 = ("rx 7", "gfx110", "gfx115", "780m", "880m", "890m", "pro w7")
 
 def detect_vendor(name: str = "", vendor_id: int | None = None) -> str:
     """One of `VENDORS`: by the PCI id that Vulkan and WebGPU report, else by words in the device's name."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be what a driver calls its device, got {name!r}")
     if vendor_id in _PCI:
         return _PCI[vendor_id]
     lower = name.lower()

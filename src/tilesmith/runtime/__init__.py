@@ -58,18 +58,18 @@ def through(backend: str) -> Iterator[None]:
         _through.reset(token)
 
 
-def backend_of(device: torch.device) -> str | None:
+def backend_of(device: torch.device | str) -> str | None:
     """The backend that takes tensors on `device` where none is named, or None.
 
     It is that of `through`; else for the CPU the one that TILESMITH_PORTABLE names, "interpreter" if that is not set.
     """
-    named = _through.get()
+    device, named = torch.device(device), _through.get()
     if named is not None and device.type in _module(named).DEVICES:
         return named
     return settings().portable if device.type == "cpu" else _OF_DEVICE.get(device.type)
 
 
-def subgroup_of(device: torch.device) -> int | None:
+def subgroup_of(device: torch.device | str) -> int | None:
     """Threads of the subgroups that kernels on tensors of `device` may be built for; None: for any number alone."""
     backend = backend_of(device)
     return None if backend is None else _module(backend).subgroup()
@@ -93,8 +93,7 @@ def launch(
     Raises ValueError or TypeError for arguments that do not fit, RuntimeError with the reason where the backend is
     missing, KernelError for a kernel that the device cannot run.
     """
-    values = dict(scalars or {})
-    device = check(ir, grid, tensors, values)
+    device, values = check(ir, grid, tensors, {} if scalars is None else scalars)
     backend = backend or backend_of(device)
     if backend is None:
         raise ValueError(f"no backend takes tensors on {device}; name one of {', '.join(BACKENDS)}")
@@ -109,7 +108,7 @@ def launch(
         raise KernelError(f"{ir.name}: {lacks}")
     if min(grid) > 0:
         with torch.no_grad():
-            module.launch(ir, tuple(grid), {b.name: tensors[b.name] for b in ir.buffers}, values)
+            module.launch(ir, ir.plain_grid(grid), {b.name: tensors[b.name] for b in ir.buffers}, values)
         mark_written(ir, tensors)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from tilesmith.codegen import KernelIR
+from tilesmith.codegen.ir import a_kernel
 
 DTYPES = {
     "f32": (torch.float32,),
@@ -16,37 +16,26 @@ DTYPES = {
     "bf16": (torch.bfloat16,),
     "i32": (torch.int32,),
 }
-_LARGEST = torch.finfo(torch.float32).max
-_RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1), "f32": (-_LARGEST, _LARGEST)}
 
 
-def check(ir: KernelIR, grid: tuple, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]):
-    """The device of the tensors. Raises ValueError or TypeError that names the argument."""
-    if (
-        not isinstance(grid, (tuple, list))
-        or len(grid) != 3
-        or not all(isinstance(n, int) and 0 <= n < 2**31 for n in grid)
-    ):
-        raise ValueError(f"{ir.name}: grid must be three whole numbers of at least 0, got {grid!r}")
-    for kind, declared, given in (("tensors", ir.buffers, tensors), ("scalars", ir.scalars, scalars)):
-        wanted = [d.name for d in declared]
-        if set(wanted) != set(given):
-            raise ValueError(
-                f"{ir.name} takes the {kind} {', '.join(wanted) or 'none'}; got {', '.join(given) or 'none'}"
-            )
-    for s in ir.scalars:
-        value, (low, high) = scalars[s.name], _RANGES[s.type.dtype]
-        if isinstance(value, bool) or not isinstance(value, int if s.type.is_int else (int, float)):
-            raise TypeError(f"{ir.name}: {s.name} is a {s.type}, got {value!r}")
-        if (value < low or value > high) and abs(value) != math.inf:  # NaN is neither
-            raise ValueError(f"{ir.name}: {s.name} is a {s.type}, which does not hold {value}")
+def check(
+    ir: KernelIR, grid: tuple, tensors: Mapping[str, Tensor], scalars: Mapping[str, int | float]
+) -> tuple[torch.device, dict[str, int | float]]:
+    """The device of the tensors, and the scalars as Python's numbers. Raises ValueError or TypeError that names the
+    argument."""
+    a_kernel(ir, "launch").plain_grid(grid)
+    ir.want("tensors", [b.name for b in ir.buffers], tensors)
+    plain = ir.plain_scalars(scalars)
     for b in ir.buffers:
         _check_tensor(ir, b, tensors[b.name])
     devices = {t.device for t in tensors.values()}
     if len(devices) != 1:
         raise ValueError(f"{ir.name}: tensors are on {', '.join(sorted(map(str, devices)))}; move them to one device")
+    device = devices.pop()
+    if device.type == "meta":
+        raise ValueError(f"{ir.name}: tensors on the meta device have no memory; pass some on cpu, cuda or mps")
     _check_overlap(ir, tensors)
-    return devices.pop()
+    return device, plain
 
 
 def check_grid(ir: KernelIR, grid: tuple, allowed: tuple, device: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from tilesmith.codegen.interpreter.arithmetic import MEMORY, from_memory, to_memory
 from tilesmith.codegen.interpreter.faults import OutOfBounds, Race, Undefined
-from tilesmith.codegen.ir import Array, Buffer
+from tilesmith.codegen.ir import Array, Buffer, KernelIR
 from tilesmith.codegen.types import KernelError, Type
 
 NOBODY, MANY = -1, -2
@@ -147,6 +147,17 @@ def flat(buffer: Buffer, tensor: np.ndarray) -> np.ndarray:
     if tensor.size % lanes:
         raise KernelError(f"{buffer.name} has {tensor.size} numbers, not a multiple of {lanes}")
     return tensor.reshape(-1) if lanes == 1 else tensor.reshape(-1, lanes)
+
+
+def apart(ir: KernelIR, buffers: dict[str, np.ndarray]) -> None:
+    """Raise KernelError where a buffer that is written shares memory with another."""
+    for k, one in enumerate(ir.buffers):
+        for other in ir.buffers[:k]:
+            written = (one.access, other.access) != ("read", "read")
+            if written and np.may_share_memory(buffers[one.name], buffers[other.name]):
+                raise KernelError(
+                    f"{ir.name}: {other.name} and {one.name} overlap in memory, and one of them is written"
+                )
 
 
 def fresh(array: Array, rows: int) -> np.ndarray:

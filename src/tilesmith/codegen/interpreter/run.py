@@ -11,8 +11,8 @@ from tilesmith.codegen.interpreter import arithmetic
 from tilesmith.codegen.interpreter.arithmetic import VALUES
 from tilesmith.codegen.interpreter.faults import DivergentFlow, Fault, Undefined
 from tilesmith.codegen.interpreter.fragments import Matrices
-from tilesmith.codegen.interpreter.memory import Memory, Record, flat, fresh, together
-from tilesmith.codegen.ir import KernelIR
+from tilesmith.codegen.interpreter.memory import Memory, Record, apart, flat, fresh, together
+from tilesmith.codegen.ir import KernelIR, a_kernel
 from tilesmith.codegen.nodes import (
     Assign,
     Barrier,
@@ -46,7 +46,7 @@ from tilesmith.codegen.nodes import (
     Vector,
     While,
 )
-from tilesmith.codegen.types import KernelError
+from tilesmith.codegen.types import SUBGROUPS, KernelError
 
 _LANES_AT_ONCE = 8192
 _ELEMENTS_AT_ONCE = 1 << 21
@@ -68,17 +68,19 @@ def interpret(
     subgroup_size: that of the device to imitate, where the kernel does not fix it.
     races: also report races, at about half the speed without.
 
-    Raises Fault at the first access or operation that GPUs leave undefined, KernelError for wrong arguments.
+    Raises Fault at the first access or operation that GPUs leave undefined, KernelError or TypeError for arguments that
+    do not fit; as launches do, also for a tensor that is written and shares memory with another.
     """
-    scalars = dict(scalars or {})
-    for kind, declared, given in (("tensors", ir.buffers, tensors), ("scalars", ir.scalars, scalars)):
-        if {d.name for d in declared} != set(given):
-            wanted = ", ".join(d.name for d in declared) or "none"
-            raise KernelError(f"{ir.name} takes the {kind} {wanted}; got {', '.join(given) or 'none'}")
+    grid = a_kernel(ir, "interpret").plain_grid(grid)
+    ir.want("tensors", [b.name for b in ir.buffers], tensors)
+    scalars = ir.plain_scalars({} if scalars is None else scalars)
+    if subgroup_size not in SUBGROUPS:
+        raise KernelError(f"subgroup_size must be one of {', '.join(map(str, SUBGROUPS))}, got {subgroup_size!r}")
     width = ir.subgroup_size or subgroup_size
     if ir.threads > width and ir.threads % width:
         raise KernelError(f"{ir.threads} threads are not whole subgroups of {width}")
     buffers = {b.name: flat(b, tensors[b.name]) for b in ir.buffers}
+    apart(ir, buffers)
     records = {
         b.name: Record(b.name, (len(buffers[b.name]),), "in the same launch", width)
         for b in ir.buffers

@@ -16,6 +16,7 @@ from tilesmith.kernels.flash_attention import (
     preset_for,
     required_shared_memory,
 )
+from tilesmith.kernels.rows import MAX_GROUPS
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.runtime import backend_of, vulkan
@@ -106,11 +107,15 @@ def attention(call) -> tuple[Tensor, Tensor]:
     config = _config(dim, q.dtype, q.device, backend_of(q.device), call.causal)
     scalars = {"n_q": tokens, "n_kv": keys, "heads": heads, "kv_heads": kv_heads}
     scalars["scale"] = dim**-0.5 if call.scale is None else call.scale
-    tensors = {"lse": lse}
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        tensors[name], steps = portable.flat(x, config.out_lanes if name == "out" else config.lanes)
-        scalars |= {f"{name}_{axis}": step for axis, step in zip(("batch", "head", "row"), steps)}
-    portable.launch(create_flash_attention_kernel(config), config.grid(tokens, heads, batch), tensors, scalars)
+    ir = create_flash_attention_kernel(config)
+    whole = (q, k, v, out, lse)
+    # a grid's axis is no longer than MAX_GROUPS
+    for part in (whole,) if batch <= MAX_GROUPS else zip(*(x.split(MAX_GROUPS) for x in whole)):
+        tensors = {"lse": part[4]}
+        for name, x in zip(("q", "k", "v", "out"), part):
+            tensors[name], steps = portable.flat(x, config.out_lanes if name == "out" else config.lanes)
+            scalars |= {f"{name}_{axis}": step for axis, step in zip(("batch", "head", "row"), steps)}
+        portable.launch(ir, config.grid(tokens, heads, len(part[4])), tensors, scalars)
     # queries that see no key, or whose scores are all -inf or NaN; NaN stays, where masked_fill_ would need two kernels
     torch.nn.functional.threshold_(lse, -1e38, float("-inf"))
     return out, lse

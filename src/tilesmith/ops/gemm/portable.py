@@ -6,7 +6,7 @@ from torch import Tensor
 from tilesmith.device import portable
 from tilesmith.engine import register_kernel
 from tilesmith.kernels.fused_ops import NormLinearConfig, create_norm_linear_kernel
-from tilesmith.kernels.rows import vector_lanes
+from tilesmith.kernels.rows import MAX_GROUPS, vector_lanes
 from tilesmith.ops.gemm import reference
 from tilesmith.ops.gemm.reference import flat
 
@@ -40,14 +40,18 @@ def norm_linear(
     config = NormLinearConfig(columns, outputs, kind, **portable.storage(x), **has)
     vectors = {"norm_weight": norm_weight, "norm_bias": norm_bias}
     given = {name: v.to(torch.float32).contiguous() for name, v in vectors.items() if v is not None}
-    given |= {"x": rows.contiguous(), "weight": weight.to(x.dtype).contiguous()}
-    tensors = {name: portable.flat(v, lanes)[0] for name, v in given.items()} | {"y": y, "rstd": rstd}
+    given["weight"] = weight.to(x.dtype).contiguous()
+    tensors = {name: portable.flat(v, lanes)[0] for name, v in given.items()}
     if bias is not None:
         tensors["bias"] = bias.to(x.dtype).contiguous()
-    if kind == "layer":
-        tensors["mean"] = mean
-    scalars = {"rows": rows.shape[0], "eps": eps}
+    scalars = {"eps": eps}
     if kind == "rms" and norm_weight is not None:
         scalars["offset"] = offset
-    portable.launch(create_norm_linear_kernel(config), config.grid(rows.shape[0]), tensors, scalars)
+    ir, most = create_norm_linear_kernel(config), MAX_GROUPS * config.block_m
+    outs = {"y": flat(y), "rstd": rstd.reshape(-1)} | ({"mean": mean.reshape(-1)} if kind == "layer" else {})
+    for first in range(0, len(rows), most):  # a grid holds no more rows
+        part = slice(first, first + most)
+        some = {"x": portable.flat(rows[part].contiguous(), lanes)[0]} | {name: v[part] for name, v in outs.items()}
+        count = len(some["rstd"])
+        portable.launch(ir, config.grid(count), tensors | some, scalars | {"rows": count})
     return y, mean, rstd
