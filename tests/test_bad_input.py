@@ -652,6 +652,7 @@ NAMES = [
         ValueError,
         "num_warps must be a positive int, got 0",
     ),
+    ("odd warps", lambda: tilesmith.optimize_kernel(num_warps=3), ValueError, "num_warps must be a power of two"),
     ("num_stages", lambda: tilesmith.optimize_kernel(num_stages=True), ValueError, "num_stages must be a positive int"),
     (
         "argument",

@@ -107,7 +107,8 @@ def optimize_kernel(
     device is synchronised after each launch and a FloatingPointError names the output that holds a NaN no input holds.
     Works above or below `register_kernel`.
 
-    Raises TypeError when a space is given together with pinned values, ValueError for values below 1.
+    Raises TypeError when a space is given together with pinned values, ValueError for values below 1 and
+    for a num_warps that is no power of two.
     """
     pinned = {k: v for k, v in (("num_warps", num_warps), ("num_stages", num_stages)) if v is not None}
     if space is not None and pinned:
@@ -115,6 +116,8 @@ def optimize_kernel(
     for name, value in pinned.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
+    if num_warps is not None and num_warps & (num_warps - 1):
+        raise ValueError(f"num_warps must be a power of two, as Triton wants it, got {num_warps}")
 
     def decorate(fn):
         wants_config = "config" in inspect.signature(fn).parameters
