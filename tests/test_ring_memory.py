@@ -72,6 +72,12 @@ def _scratch(q, plan):
     return [q.new_empty(buffer.bytes(q.itemsize), dtype=torch.uint8) for buffer in plan.scratch]
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Tests change what a call's preparation reads, as nothing else does."""
+    prepared._KEPT.clear()
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """Tensors without memory have the facts and the kernels of an H200."""

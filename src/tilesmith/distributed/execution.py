@@ -6,7 +6,6 @@ All functions take and return tensors [B, heads, T, D] for each rank of this pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tilesmith.distributed.gradients import gradients
 from tilesmith.distributed.kernels import Terms
-from tilesmith.distributed.pieces import Call
+from tilesmith.distributed.pieces import Call, Overlap
 from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
 from tilesmith.distributed.travel import (
@@ -143,8 +142,8 @@ def _attend_part(
     drops = any(x.seed is not None for x in terms.values())
     rows = {
         r: Rows(
-            q, v.shape[3], [c for s in work.schedule.stages for c in _calls(s, r, drops)], work.kernel.summand(q),
-            terms[r].sinks, None if into is None else into[r],
+            q, v.shape[3], _overlap(work, r, drops), work.kernel.summand(q), terms[r].sinks,
+            None if into is None else into[r],
         )
         for r, (q, _, v) in shards.items()
     }  # fmt: skip
@@ -152,14 +151,18 @@ def _attend_part(
     def compute(stage: Stage, keys: Shards) -> None:
         for r, (q, _, _) in shards.items():
             for call in _calls(stage, r, drops):
-                some, adds = terms[r].of(call, stage.held[r], index[r]), rows[r].adds(call)
-                if not adds:
-                    some = replace(some, sinks=terms[r].sinks)
+                adds = rows[r].adds(call)
+                some = terms[r].of(call, stage.held[r], index[r], None if adds else terms[r].sinks)
                 index[r] += 1
                 rows[r].take(call, *work.kernel.forward(*cut(call, q, *keys[r]), call, some, adds))
 
     through(work, shards, compute)
     return {r: rows.pop(r).result() for r in shards}
+
+
+def _overlap(work: Work, rank: int, drops: bool) -> Overlap:
+    sums = work.schedule.sums(rank)
+    return sums.calls if drops else sums.answers
 
 
 def _calls(stage: Stage, rank: int, drops: bool) -> Sequence[Call]:

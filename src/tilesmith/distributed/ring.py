@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,23 @@ from tilesmith.engine.argument_checks import flag, located
 Signature = Mapping[str, Any]  # what must be the same on all ranks, by name
 Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
 log = logging.getLogger("tilesmith")
+
+
+class Facts(dict[str, Any]):
+    """The part of a signature that calls of one kind have in common; its JSON is made once."""
+
+    @cached_property
+    def text(self) -> str:
+        return json.dumps(self)
+
+
+class Signed(dict[str, Any]):
+    """A signature of what is this call's alone and of its kind's facts. text: its JSON."""
+
+    def __init__(self, first: Signature, facts: Facts):
+        super().__init__(first)
+        self.update(facts)
+        self.text = f"{json.dumps(first)[:-1]}, {facts.text[1:]}"
 
 
 class RingError(RuntimeError):
@@ -190,7 +208,8 @@ class ProcessGroupRing:
         if self.size == 1:
             return _nothing
         side = self._side_channel()
-        mine = json.dumps(signatures[self.rank]).encode()
+        signature = signatures[self.rank]
+        mine = (signature.text if isinstance(signature, Signed) else json.dumps(signature)).encode()
         if len(mine) > _ROOM - 4:
             raise ValueError(f"rank {self.rank}: {step}: a signature of {len(mine)} bytes does not fit {_ROOM - 4}")
         packed = (len(mine).to_bytes(4, "little") + mine).ljust(_ROOM, b"\0")
@@ -208,7 +227,7 @@ class ProcessGroupRing:
         def answer() -> None:
             self._finish(works, step, timed=True)
             told = {r: x.numpy().tobytes() for r, x in arrived.items()}
-            if all(raw == packed for raw in told.values()) and not refused(signatures[self.rank]):
+            if all(raw == packed for raw in told.values()) and not refused(signature):
                 return
             found = {self.rank: json.loads(mine)}
             for r, raw in told.items():

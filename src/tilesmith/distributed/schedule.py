@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
-from tilesmith.distributed.pieces import Call, Sight, apart, calls, pieces, seen, spans
+from tilesmith.distributed.pieces import Call, Overlap, Sight, apart, calls, pieces, seen, several, spans
 
 HeadRange = tuple[int, int]
 
@@ -97,6 +98,24 @@ class Stage:
     calls: tuple[tuple[Call, ...], ...]
     answers: tuple[tuple[Call, ...], ...]
 
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Keys in each rank's buffer."""
+        return tuple(map(length, self.held))
+
+
+class Sums(NamedTuple):
+    """What a rank adds up.
+
+    answers, calls: the results of these calls of all stages. parts: how many parts a gradient of its tokens may have.
+    once: whether the calls on its own keys have each of its queries once.
+    """
+
+    answers: Overlap
+    calls: Overlap
+    parts: int
+    once: bool
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -116,6 +135,24 @@ class Schedule:
     def tokens(self, rank: int) -> int:
         """Tokens in a rank's buffers while it computes."""
         return self.layout.local if self.degree == 1 else length(self.groups.ranges[rank // self.degree])
+
+    def sums(self, rank: int) -> Sums:
+        """What a rank adds up; found out once."""
+        found = self._sums.get(rank)
+        if found is None:
+            answers, calls = (
+                [call for stage in self.stages for call in getattr(stage, name)[rank]] for name in ("answers", "calls")
+            )
+            returned = sum(move.source == rank for stage in self.stages for move in stage.transfers)
+            own = [call.span for call in self.stages[0].calls[rank]]
+            once = length(own) == self.tokens(rank) and not several(own)
+            found = Sums(Overlap(answers), Overlap(calls), max(len(calls), 1 + returned), once)
+            self._sums[rank] = found
+        return found
+
+    @cached_property
+    def _sums(self) -> dict[int, Sums]:
+        return {}
 
     def pairs(self, rank: int) -> int:
         """Pairs of a query and a key that a rank computes, of each of its heads."""
