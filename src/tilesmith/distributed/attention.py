@@ -18,7 +18,7 @@ from tilesmith.distributed.execution import backward, forward
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.prepared import Asked, prepared, terms_of
-from tilesmith.distributed.ring import Answer, Parcel, ProcessGroupRing, Ring, Signed, refusals_told
+from tilesmith.distributed.ring import Answer, Facts, Parcel, ProcessGroupRing, Ring, Signed, refusals_told
 from tilesmith.distributed.travel import Work
 from tilesmith.engine.argument_checks import number
 
@@ -79,15 +79,14 @@ def context_parallel_attention(
     ring = ring_of(group, timeout)
     counted, step = getattr(ring, "group", ring), f"{NAME}, forward"
     nth = _CALLS.get(counted, 0)
-    if isinstance(group, DeviceMesh) and group.ndim == 2 and mode == "hybrid" and degree is None:
+    if mode == "hybrid" and degree is None and isinstance(group, DeviceMesh) and group.ndim == 2:
         degree = group.size(1)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     asked = Asked(mode, degree, kernel, dropout_p, deterministic, layout, cu_seqlens)
     with refusals_told(ring, step):
         call, shards = prepared(ring, (q, k, v), mask, score, sinks, asked)
         terms = terms_of(ring, shards, call, mask, score, sinks)
-    first = {"pass": "forward", "number of the call": nth}
-    signatures = {r: Signed(first, facts) for r, facts in call.facts.items()}
+    signatures = {r: Signed("forward", nth, facts) for r, facts in call.facts.items()}
     answer = Answer(ring, signatures, step, then=lambda: _CALLS.__setitem__(counted, nth + 1))
     with answer.awaited():
         if call.dropout_p > 0.0 or mask.documents is not None:
@@ -102,18 +101,17 @@ def context_parallel_attention(
 
 def ring_of(group: Group, timeout: float = LIMIT) -> Ring:
     """The ring of a process group or mesh; the same one at every call, a given one itself."""
+    # first what costs the host least: torch asks whether an object is a mesh in Python
+    if not isinstance(group, type) and all(hasattr(group, name) for name in ("post", "wait", "agree")):
+        if timeout != LIMIT:
+            raise ValueError(f"{NAME}: timeout is {timeout}, but group is a Ring, which has its own; give it to that")
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise ValueError(f"{NAME}: a DeviceMesh must have one dim or two, got {group.mesh_dim_names or group.ndim}")
         group = group.get_group() if group.ndim == 1 else group._flatten().get_group()
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        if isinstance(group, type) or not all(hasattr(group, name) for name in ("post", "wait", "agree")):
-            raise TypeError(
-                f"{NAME}: group must be a process group, a DeviceMesh or a Ring, got {type(group).__name__}"
-            )
-        if timeout != LIMIT:
-            raise ValueError(f"{NAME}: timeout is {timeout}, but group is a Ring, which has its own; give it to that")
-        return group
+        raise TypeError(f"{NAME}: group must be a process group, a DeviceMesh or a Ring, got {type(group).__name__}")
     if number(NAME, "timeout", timeout) <= 0:
         raise ValueError(f"{NAME}: timeout must be above 0 seconds, got {timeout}")
     if group is None:
@@ -126,6 +124,7 @@ def ring_of(group: Group, timeout: float = LIMIT) -> Ring:
     return rings[timeout]
 
 
+_SLOPED = tuple(Facts({"gradient of lse": sloped}) for sloped in (False, True))
 _RINGS: WeakKeyDictionary[dist.ProcessGroup, dict[float, ProcessGroupRing]] = WeakKeyDictionary()
 _CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each group, those about which all ranks have agreed
 
@@ -153,7 +152,7 @@ class _Attention(torch.autograd.Function):
             results = dict(zip(ranks, _by(2, saved[3 * len(ranks) :])))
             given = dict(zip(ranks, _by(2, slopes)))
             sloped = any(dlse is not None for _, dlse in given.values())
-            said = {"pass": "backward", "number of the call": work.number, "gradient of lse": sloped}
+            said = Signed("backward", work.number, _SLOPED[sloped])
             answer = Answer(work.ring, dict.fromkeys(ranks, said), f"{NAME}, backward")
             filled = {}
             with answer.awaited():

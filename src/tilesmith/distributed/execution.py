@@ -96,7 +96,7 @@ def _returned(
     fill: Sequence[float] = (0.0, 0.0),
 ) -> dict[int, list[Tensor]]:  # fmt: skip
     """The reverse of `_gathered`; a head that several ranks held gets their sum, in fp32. fill: of padding."""
-    posted, landing = post_back(work, moves, tensors, step)
+    posted, landed = post_back(work, moves, tensors, step)
     work.ring.wait(posted)
     replicas = {move.target: move.heads[1] - move.heads[0] for move in moves}
     found = {}
@@ -108,11 +108,12 @@ def _returned(
             x.new_full((work.schedule.layout.local, x.shape[0], heads[r], x.shape[3]), value[i], dtype=dtypes[i])
             for i, x in enumerate(held)
         ]
-        for move, arrived in landing:
+        for move, way in zip(moves, moves.back):
             if move.source == r:
-                for total, x in zip(found[r], arrived):
+                for total, x in zip(found[r], landed[r]):
                     place = total[move.at : move.at + move.tokens, :, slice(*move.heads)]
-                    place.add_(x) if several else place.copy_(x)
+                    arrived = x[way.to : way.to + way.tokens]
+                    place.add_(arrived) if several else place.copy_(arrived)
         found[r] = [by_head(total) for total in found[r]]
     return found
 

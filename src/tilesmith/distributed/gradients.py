@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.distributed.kernels import Terms
-from tilesmith.distributed.schedule import Stage
+from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Sum, run
 from tilesmith.distributed.travel import (
-    Landing,
     Shards,
     Work,
     by_head,
@@ -100,14 +99,15 @@ def _part(
 ) -> dict[int, Sum]:  # fmt: skip
     """The sum of dq of each rank, for some of the heads; dk and dv are added to `dkv`, those of sinks to `dsinks`."""
     sums = {r: Sum(q, work.schedule.sums(r).parts, kinds[r].dtype) for r, (q, _, _) in shards.items()}
-    returning: list[tuple[Any, Landing]] = []  # gradients of one stage's keys, on their way to their owners
+    returning: list[tuple[Any, Moves, Shards]] = []  # gradients of one stage's keys, on their way to their owners
 
     def land() -> None:
-        for posted, arrived in returning:
+        for posted, moves, arrived in returning:
             work.ring.wait(posted)
-            for move, tensors in arrived:
-                for total, x in zip(dkv[move.source], tensors):
-                    total.add(by_head(x), move.at)
+            for r, tensors in arrived.items():
+                for total, x in zip(dkv[r], map(by_head, tensors)):
+                    for low, high, at in moves.returning.get(r, ()):
+                        total.add(run(x, low, high), at)
         returning.clear()
 
     def compute(stage: Stage, keys: Shards) -> None:
@@ -135,7 +135,8 @@ def _part(
             theirs[r] = [x.total(kinds[r].dtype) for x in into] if stage.transfers else []
         if stage.transfers:
             land()  # those of the stage before, which have travelled beside these calls
-            returning.append(post_back(work, stage.transfers, theirs, "gradients of keys"))
+            posted, arriving = post_back(work, stage.transfers, theirs, "gradients of keys")
+            returning.append((posted, stage.transfers, arriving))
 
     through(work, shards, compute, "keys for gradients")
     land()

@@ -27,20 +27,26 @@ log = logging.getLogger("tilesmith")
 
 
 class Facts(dict[str, Any]):
-    """The part of a signature that calls of one kind have in common; its JSON is made once."""
+    """What signatures of calls of one kind have in common."""
 
     @cached_property
     def text(self) -> str:
+        """JSON, made once."""
         return json.dumps(self)
 
 
 class Signed(dict[str, Any]):
-    """A signature of what is this call's alone and of its kind's facts. text: its JSON."""
+    """The signature of one pass of a call among those of its group, which has these facts."""
 
-    def __init__(self, first: Signature, facts: Facts):
-        super().__init__(first)
+    def __init__(self, kind: str, number: int, facts: Facts):
+        super().__init__({"pass": kind, "number of the call": number})
         self.update(facts)
-        self.text = f"{json.dumps(first)[:-1]}, {facts.text[1:]}"
+        self._kind, self._number, self._facts = kind, number, facts
+
+    @property
+    def text(self) -> str:
+        """JSON, as `json.dumps` writes it."""
+        return f'{{"pass": "{self._kind}", "number of the call": {self._number}, {self._facts.text[1:]}'
 
 
 class RingError(RuntimeError):

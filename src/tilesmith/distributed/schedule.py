@@ -7,7 +7,7 @@ all-gather, one group of all ranks is Ulysses, what lies between is a hybrid of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -75,6 +75,14 @@ class Moves(tuple[Transfer, ...]):
             found.append(Transfer(move.target, move.source, move.to, to, move.tokens))
             landed[move.source] = to + move.tokens
         return Moves(found)
+
+    @cached_property
+    def returning(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        """Of each source, the runs that come back to it: (from, to) in the buffer of `back`, and their first place."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for move, way in zip(self, self.back):
+            found.setdefault(move.source, []).append((way.to, way.to + way.tokens, move.at))
+        return {source: tuple(runs) for source, runs in found.items()}
 
     @cached_property
     def landed(self) -> dict[int, int]:
@@ -237,7 +245,7 @@ def _stages(
             buffers.append(joined((start, stop) for start, stop, _ in arriving))
             work.append(pieces(own[r], spans(buffers[-1], starts), sight))
         if moves:
-            found.append((Moves(moves), buffers, work))
+            found.append((Moves(_joined(moves)), buffers, work))
     answers = [apart([work[r] for _, _, work in found], pack) for r in range(size)]
     return tuple(
         Stage(
@@ -259,6 +267,18 @@ def _fetches(held: Layout, target: int, arriving: Sequence[tuple[int, int, int]]
                     moves.append(Transfer(source * degree + slot, target * degree + slot, *places))
         to += stop - start
     return moves
+
+
+def _joined(moves: Sequence[Transfer]) -> list[Transfer]:
+    """The same, pair of ranks by pair, with those made one that follow each other in both buffers."""
+    found: dict[tuple[int, int], list[Transfer]] = {}
+    for move in moves:
+        runs = found.setdefault((move.source, move.target), [])
+        if runs and (runs[-1].at + runs[-1].tokens, runs[-1].to + runs[-1].tokens) == (move.at, move.to):
+            runs[-1] = replace(runs[-1], tokens=runs[-1].tokens + move.tokens)
+        else:
+            runs.append(move)
+    return [move for runs in found.values() for move in runs]
 
 
 def _each(of_groups: Sequence, degree: int) -> tuple:

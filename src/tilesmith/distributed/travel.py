@@ -75,21 +75,13 @@ def parcels(ring: Ring, moves: Sequence[Transfer], sent: Shards, into: Shards) -
     return parcels
 
 
-Landing = list[tuple[Transfer, list[Tensor]]]
-
-
-def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, Landing]:
-    """Begin to send what ranks computed for others' tokens back to them."""
+def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, Shards]:
+    """Begin to send what ranks computed for others' tokens back to them; where it comes, one of the moves after the
+    other, [T, B, heads, D]."""
     back = moves.back
     sent = {r: [by_token(x) for x in tensors] for r, tensors in given.items()}
     into = {r: [x.new_empty(back.landed.get(r, 0), *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
-    posted = work.move(back, sent, into, step)
-    landing = [
-        (move, [x[way.to : way.to + way.tokens] for x in into[move.source]])
-        for move, way in zip(moves, back)
-        if move.source in into
-    ]
-    return posted, landing
+    return work.move(back, sent, into, step), into
 
 
 def through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
