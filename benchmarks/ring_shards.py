@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tilesmith import ops, use
 from tilesmith.bench.one_rank import OneRank
-from tilesmith.distributed import Layout, LocalRing, context_parallel_attention, cost, parts
+from tilesmith.distributed import Layout, LocalRing, context_parallel_attention, cost, parts, prepared
 from tilesmith.distributed.kernels import KERNELS, Ours
 from tilesmith.distributed.pieces import Sight
 
@@ -51,10 +51,12 @@ KERNELS["rounding"] = Rounding()
 def all_heads_at_once() -> Iterator[None]:
     """No parts of heads, whatever they hold."""
     room, parts.ROOM = parts.ROOM, float("inf")
+    prepared.forget()
     try:
         yield
     finally:
         parts.ROOM = room
+        prepared.forget()
 
 
 def divided(heads: int, kv_heads: int, size: int, tokens: int, device: str, dim: int = 128) -> cost.RingParts:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import tilesmith
 from tilesmith import ops
 from tilesmith.bench.ranks import current_device, memory_in_use, process_group, synchronize
-from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention, cost
+from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention, cost, prepared
 from tilesmith.distributed.parts import Split, Splits
 
 CAUSAL = ops.Mask(causal=True)
@@ -83,10 +83,12 @@ def check_memory_of_all():
 def in_parts():
     """A ring works on one kv head after another, and for gradients on half of the query heads that read it."""
     chosen, cost.ring_parts = cost.ring_parts, lambda *_: cost.RingParts(Splits(Split(2), Split(2, 2)))
+    prepared.forget()
     try:
         yield
     finally:
         cost.ring_parts = chosen
+        prepared.forget()
 
 
 def check_compile():

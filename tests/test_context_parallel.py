@@ -43,7 +43,7 @@ FOUR = (
 @pytest.fixture(autouse=True)
 def nothing_kept():
     """Tests change what a call's preparation reads, as nothing else does."""
-    prepared._KEPT.clear()
+    prepared.forget()
 
 
 @gloo

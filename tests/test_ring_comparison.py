@@ -36,7 +36,7 @@ class Told(LocalRing):
 @pytest.fixture(autouse=True)
 def nothing_kept():
     """Tests change what a call's preparation reads, as nothing else does."""
-    prepared._KEPT.clear()
+    prepared.forget()
 
 
 @pytest.fixture

@@ -135,8 +135,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Work, sinks: Tensor | None, *flat: Tensor) -> tuple[Tensor, ...]:
         shards = dict(zip(work.ring.ranks, _by(3, flat)))
-        with torch.no_grad():
-            found = forward(work, shards)
+        found = forward(work, shards)  # autograd is off in here
         results = [x for r in work.ring.ranks for x in found[r]]
         ctx.work, ctx.sinks = work, None if sinks is None else (sinks.dtype, sinks.device)
         ctx.save_for_backward(*flat, *results)
@@ -145,29 +144,37 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Any, ...]:
-        work, ranks = ctx.work, ctx.work.ring.ranks
         saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return None, *_gradients(ctx.work, ctx.sinks, saved, slopes)
         with torch.no_grad():
-            shards = dict(zip(ranks, _by(3, saved[: 3 * len(ranks)])))
-            results = dict(zip(ranks, _by(2, saved[3 * len(ranks) :])))
-            given = dict(zip(ranks, _by(2, slopes)))
-            sloped = any(dlse is not None for _, dlse in given.values())
-            said = Signed("backward", work.number, _SLOPED[sloped])
-            answer = Answer(work.ring, dict.fromkeys(ranks, said), f"{NAME}, backward")
-            filled = {}
-            with answer.awaited():
-                for r, both in given.items():  # a rank without tokens may get none
-                    asked = zip(results[r], both, (True, sloped))
-                    filled[r] = [torch.zeros_like(x) if d is None and a else d for x, d, a in asked]
-                found = backward(work._replace(answer=answer), shards, results, filled)
-            dsinks = None
-            if ctx.sinks is not None:
-                dtype, device = ctx.sinks
-                dsinks = sum(found[r][3].to(device, torch.promote_types(dtype, torch.float32)) for r in ranks).to(dtype)
-            gradients = [dsinks, *(x for r in ranks for x in found[r][:3])]
-        if torch.is_grad_enabled():  # create_graph
-            gradients = _Once.apply(len(gradients), *gradients, *slopes, *saved)
-        return None, *gradients
+            gradients = _gradients(ctx.work, ctx.sinks, saved, slopes)
+        return None, *_Once.apply(len(gradients), *gradients, *slopes, *saved)  # create_graph
+
+
+def _gradients(
+    work: Work, of_sinks: tuple[torch.dtype, torch.device] | None, saved: Sequence[Tensor],
+    slopes: Sequence[Tensor | None],
+) -> list[Tensor | None]:  # fmt: skip
+    """Those of sinks, and of q, k and v of each rank of this process."""
+    ranks = work.ring.ranks
+    shards = dict(zip(ranks, _by(3, saved[: 3 * len(ranks)])))
+    results = dict(zip(ranks, _by(2, saved[3 * len(ranks) :])))
+    given = dict(zip(ranks, _by(2, slopes)))
+    sloped = any(dlse is not None for dlse in slopes[1::2])
+    said = Signed("backward", work.number, _SLOPED[sloped])
+    answer = Answer(work.ring, dict.fromkeys(ranks, said), f"{NAME}, backward")
+    filled = {}
+    with answer.awaited():
+        for r, both in given.items():  # a rank without tokens may get none
+            asked = zip(results[r], both, (True, sloped))
+            filled[r] = [torch.zeros_like(x) if d is None and a else d for x, d, a in asked]
+        found = backward(work._replace(answer=answer), shards, results, filled)
+    dsinks = None
+    if of_sinks is not None:
+        dtype, device = of_sinks
+        dsinks = sum(found[r][3].to(device, torch.promote_types(dtype, torch.float32)) for r in ranks).to(dtype)
+    return [dsinks, *(x for r in ranks for x in found[r][:3])]
 
 
 class _Once(torch.autograd.Function):

@@ -66,6 +66,11 @@ class Prepared(NamedTuple):
 _KEPT: dict[Any, Prepared] = {}
 
 
+def forget() -> None:
+    """Keep nothing of earlier calls: for who changes what a preparation reads, such as constants of the model."""
+    _KEPT.clear()
+
+
 def prepared(
     ring: Ring, given: Sequence[Any], mask: ops.Mask, score: ops.Score, sinks: Tensor | None, asked: Asked
 ) -> tuple[Prepared, Shards]:  # fmt: skip

@@ -68,7 +68,7 @@ class Rows:
     def _is(self, out: Tensor, lse: Tensor) -> None:
         """All rows have these results."""
         if self._into is None:
-            self.out, self.lse = out.to(self.q.dtype), lse
+            self.out, self.lse = out if out.dtype == self.q.dtype else out.to(self.q.dtype), lse
         else:
             self.out, self.lse = (x.copy_(y) for x, y in zip(self._into, (out, lse)))
 
@@ -136,16 +136,18 @@ class Sum:
     def add(self, x: Tensor, at: int) -> None:
         """Add x [B, heads, T, D] to the tokens from `at`."""
         tokens = x.shape[2]
-        if self.value is None and tokens == self.like.shape[2]:
-            self.value = x.to(self.dtype)
-        else:
-            if self.value is None:
-                self.value = torch.zeros_like(self.like, dtype=self.dtype)
-            run(self.value, at, at + tokens).add_(x)
+        if self.value is None:
+            if tokens == self.like.shape[2]:
+                self.value = x if x.dtype == self.dtype else x.to(self.dtype)
+                return
+            self.value = torch.zeros_like(self.like, dtype=self.dtype)
+        run(self.value, at, at + tokens).add_(x)
 
     def total(self, dtype: torch.dtype) -> Tensor:
         """The sum, zeros where nothing was added."""
-        return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
+        if self.value is None:
+            return torch.zeros_like(self.like, dtype=dtype)
+        return self.value if self.value.dtype == dtype else self.value.to(dtype)
 
     def write(self, into: Tensor) -> None:
         """Round the sum into `into`."""
