@@ -116,7 +116,7 @@ def _part(
             out, lse, dout, dlse = results[r]
             into = dkv[r]
             if stage.transfers:
-                into = [Sum(x, len(stage.calls[r]), kinds[r].dtype) for x in keys[r]]
+                into = [Sum(x, len(stage.calls[r]), kinds[r].dtype, stage.tiled[r]) for x in keys[r]]
             for call in stage.calls[r]:
                 counts = dsinks[r] is not None and not stage.transfers
                 sinks = terms[r].sinks.to(lse.dtype) if counts else None

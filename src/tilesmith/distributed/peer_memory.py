@@ -168,7 +168,7 @@ class PeerMemory:
             made.zero_()
             torch.cuda.synchronize(self._device)
             self._handle = self._agree(lambda: self._symmetric.rendezvous(made, self._group), "map")
-        self._memory, self._bytes = made, size
+        self._memory, self._bytes, self._pointers = made, size, tuple(self._handle.buffer_ptrs)
         self._gather(None)  # all flags are 0 before one is raised
 
     def _allocated(self, size: int) -> Tensor:
@@ -208,10 +208,10 @@ class PeerMemory:
         return self._handle.get_buffer(rank, shape, dtype, first)
 
     def _write(self, rank: int, flag: int, value: int) -> None:
-        _driver().write(self._side.cuda_stream, self._handle.buffer_ptrs[rank] + 4 * flag, value)
+        _driver().write(self._side.cuda_stream, self._pointers[rank] + 4 * flag, value)
 
     def _wait(self, flag: int, value: int) -> None:
-        _driver().wait(self._side.cuda_stream, self._handle.buffer_ptrs[self._rank] + 4 * flag, value)
+        _driver().wait(self._side.cuda_stream, self._pointers[self._rank] + 4 * flag, value)
 
 
 def _run(x: Tensor, low: int, high: int) -> Tensor:

@@ -111,6 +111,14 @@ class Stage:
         """Keys in each rank's buffer."""
         return tuple(map(length, self.held))
 
+    @cached_property
+    def tiled(self) -> tuple[bool, ...]:
+        """Whether the keys of a rank's calls, one after another, are its buffer."""
+        return tuple(
+            length(keys) == tokens and joined(keys) == ((0, tokens),)
+            for keys, tokens in zip((sorted((c.k, c.k + c.keys) for c in calls) for calls in self.calls), self.tokens)
+        )
+
 
 class Sums(NamedTuple):
     """What a rank adds up.

@@ -127,10 +127,11 @@ class _Merged:
 
 
 class Sum:
-    """A gradient from several calls: in fp32 if it has more than two parts, else rounded once, by their addition."""
+    """A gradient from several calls: in fp32 if it has more than two parts, else rounded once, by their addition.
+    tiled: the parts lie one after another and leave nothing out, so that none is added to another."""
 
-    def __init__(self, like: Tensor, parts: int, partial: torch.dtype):
-        self.like, self.partial, self.value = like, partial, None
+    def __init__(self, like: Tensor, parts: int, partial: torch.dtype, tiled: bool = False):
+        self.like, self.partial, self.value, self.tiled = like, partial, None, tiled
         self.dtype = torch.float32 if partial in SMALL and parts > 2 else partial
 
     def add(self, x: Tensor, at: int) -> None:
@@ -140,8 +141,10 @@ class Sum:
             if tokens == self.like.shape[2]:
                 self.value = x if x.dtype == self.dtype else x.to(self.dtype)
                 return
-            self.value = torch.zeros_like(self.like, dtype=self.dtype)
-        run(self.value, at, at + tokens).add_(x)
+            make = torch.empty_like if self.tiled else torch.zeros_like
+            self.value = make(self.like, dtype=self.dtype)
+        place = run(self.value, at, at + tokens)
+        place.copy_(x) if self.tiled else place.add_(x)
 
     def total(self, dtype: torch.dtype) -> Tensor:
         """The sum, zeros where nothing was added."""
