@@ -186,12 +186,13 @@ def test_what_is_refused_is_refused_each_time():
         for _ in range(2):
             with pytest.raises(kind, match=match):
                 call(args, **named)
+    context_parallel_attention([x, x], [x, x], [x, x], LocalRing(2))
     for _ in range(2):
         with pytest.raises(TypeError, match="q must be a tensor"):
             context_parallel_attention([x.numpy(), x], [x, x], [x, x], LocalRing(2))
         with pytest.raises(TypeError, match="k has layout torch.sparse_coo; it must be dense"):
             context_parallel_attention([x, x], [x.to_sparse(), x], [x, x], LocalRing(2))
-    assert len(prepared._KEPT) == 1
+    assert len(prepared._KEPT) == 2
 
 
 def test_masks_that_change_in_place_are_read_again(made):

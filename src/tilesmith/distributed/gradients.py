@@ -117,9 +117,9 @@ def _part(
             into = dkv[r]
             if stage.transfers:
                 into = [Sum(x, len(stage.calls[r]), kinds[r].dtype, stage.tiled[r]) for x in keys[r]]
+            counts = dsinks[r] is not None and not stage.transfers
+            sinks = terms[r].sinks.to(lse.dtype) if counts else None
             for call in stage.calls[r]:
-                counts = dsinks[r] is not None and not stage.transfers
-                sinks = terms[r].sinks.to(lse.dtype) if counts else None
                 some = terms[r].of(call, stage.held[r], index[r], sinks)
                 index[r] += 1
                 slope = None if dlse is None else run(dlse, *call.span).contiguous()
