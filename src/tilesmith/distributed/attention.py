@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -173,7 +174,8 @@ def _gradients(
     dsinks = None
     if of_sinks is not None:
         dtype, device = of_sinks
-        dsinks = sum(found[r][3].to(device, torch.promote_types(dtype, torch.float32)) for r in ranks).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        dsinks = reduce(torch.add, [found[r][3].to(device, wide) for r in ranks]).to(dtype)
     return [dsinks, *(x for r in ranks for x in found[r][:3])]
 
 
