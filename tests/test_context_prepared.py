@@ -14,8 +14,8 @@ from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
 from tilesmith.distributed.peer_memory import _Exchange
 from tilesmith.distributed.pieces import Sight
-from tilesmith.distributed.ring import Facts, Signed
 from tilesmith.distributed.schedule import schedule
+from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.travel import parcels
 
 CAUSAL = ops.Mask(causal=True)

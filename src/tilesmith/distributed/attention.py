@@ -19,7 +19,8 @@ from tilesmith.distributed.execution import backward, forward
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.prepared import Asked, prepared, terms_of
-from tilesmith.distributed.ring import Answer, Facts, Parcel, ProcessGroupRing, Ring, Signed, refusals_told
+from tilesmith.distributed.ring import Answer, Parcel, ProcessGroupRing, Ring, refusals_told
+from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.travel import Work
 from tilesmith.engine.argument_checks import number
 

@@ -21,8 +21,9 @@ from tilesmith.distributed.checks import NAME
 from tilesmith.distributed.kernels import KERNELS, Kernel, Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.parts import HeadPart, head_parts
-from tilesmith.distributed.ring import Facts, Ring, compare
+from tilesmith.distributed.ring import Ring, compare
 from tilesmith.distributed.schedule import Schedule, schedule
+from tilesmith.distributed.signature import Facts
 from tilesmith.engine.argument_checks import choice, flag, probability
 from tilesmith.engine.argument_checks import size as checked_size
 from tilesmith.engine.torch_private import any_autocast

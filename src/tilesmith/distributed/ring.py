@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -19,34 +18,11 @@ from torch import Tensor
 from tilesmith.distributed.lost import cause
 from tilesmith.distributed.peer_memory import Arrival, CannotShare, PeerMemory
 from tilesmith.distributed.schedule import Moves
+from tilesmith.distributed.signature import Signature, Signed
 from tilesmith.engine.argument_checks import flag, located
 
-Signature = Mapping[str, Any]  # what must be the same on all ranks, by name
 Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
 log = logging.getLogger("tilesmith")
-
-
-class Facts(dict[str, Any]):
-    """What signatures of calls of one kind have in common."""
-
-    @cached_property
-    def text(self) -> str:
-        """JSON, made once."""
-        return json.dumps(self)
-
-
-class Signed(dict[str, Any]):
-    """The signature of one pass of a call among those of its group, which has these facts."""
-
-    def __init__(self, kind: str, number: int, facts: Facts):
-        super().__init__({"pass": kind, "number of the call": number})
-        self.update(facts)
-        self._kind, self._number, self._facts = kind, number, facts
-
-    @property
-    def text(self) -> str:
-        """JSON, as `json.dumps` writes it."""
-        return f'{{"pass": "{self._kind}", "number of the call": {self._number}, {self._facts.text[1:]}'
 
 
 class RingError(RuntimeError):
