@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import tilesmith
 from tilesmith import ops
 from tilesmith.bench.ranks import current_device, memory_in_use, process_group, synchronize
-from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention, cost
+from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention, cost, prepared
 from tilesmith.distributed.parts import Split, Splits
 
 CAUSAL = ops.Mask(causal=True)
@@ -65,17 +65,19 @@ def check_memory_of_all():
         assert ProcessGroupRing().shares_memory is False
         return
     by_engine, by_nccl = ProcessGroupRing(), ProcessGroupRing(peer_memory=False)
-    for tokens in (512, 4096, 514, 65536, 1024):
-        layout, rank = Layout.zigzag(tokens, dist.get_world_size()), dist.get_rank()
-        mine = [layout.shard(x, rank, 2).requires_grad_() for x in inputs(tokens)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    window = ops.Mask(causal=True, window=127)  # the first rank reads nothing, and has no gradients of others' keys
+    each = [(Layout.zigzag(tokens, size), CAUSAL) for tokens in (512, 4096, 514, 65536, 1024)]
+    for layout, mask in [*each, (Layout.contiguous(4096, size), window)]:
+        mine = [layout.shard(x, rank, 2).requires_grad_() for x in inputs(layout.tokens)]
         for mode in ("allgather", "ring", "ulysses"):
             found = []
             for ring in (by_nccl, by_engine):
                 named = {"mode": mode, "layout": layout, "deterministic": True}
-                outs = [context_parallel_attention(*mine, ring, CAUSAL, **named)[0] for _ in range(5)]
+                outs = [context_parallel_attention(*mine, ring, mask, **named)[0] for _ in range(5)]
                 found.append([*outs, *torch.autograd.grad(sum(x.sum() for x in outs), mine)])
             for x, y in zip(*found, strict=True):
-                assert torch.equal(x, y), (tokens, mode)
+                assert torch.equal(x, y), (layout.tokens, mask, mode)
     assert by_engine.shares_memory and by_nccl.shares_memory is False
 
 
@@ -83,10 +85,12 @@ def check_memory_of_all():
 def in_parts():
     """A ring works on one kv head after another, and for gradients on half of the query heads that read it."""
     chosen, cost.ring_parts = cost.ring_parts, lambda *_: cost.RingParts(Splits(Split(2), Split(2, 2)))
+    prepared.forget()
     try:
         yield
     finally:
         cost.ring_parts = chosen
+        prepared.forget()
 
 
 def check_compile():

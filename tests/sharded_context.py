@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tilesmith.distributed.cost as cost
+import tilesmith.distributed.prepared as prepared
 from tilesmith import ops
 from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
 from tilesmith.distributed.parts import Split, Splits
@@ -69,8 +70,10 @@ def in_parts(of_group=2):
     """A ring works on one of two kv heads after another, also of few tokens, and for gradients on so many parts of the
     query heads that read it."""
     chosen, cost.ring_parts = cost.ring_parts, lambda *_: cost.RingParts(Splits(Split(2), Split(2, of_group)))
+    prepared.forget()
     yield
     cost.ring_parts = chosen
+    prepared.forget()
 
 
 def check_modes(mesh):

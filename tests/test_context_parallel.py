@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tilesmith.distributed.attention as attention
 import tilesmith.distributed.cost as cost
 import tilesmith.distributed.pieces as pieces_module
+import tilesmith.distributed.prepared as prepared
 from test_sharding import run_checks
 from tilesmith import ops
 from tilesmith.bench import context_parallel_model
@@ -38,6 +38,12 @@ FOUR = (
     "stalled",
     "order",
 )  # of the checks, by parts of their names
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Tests change what a call's preparation reads, as nothing else does."""
+    prepared.forget()
 
 
 @gloo
@@ -434,8 +440,8 @@ def test_the_choice_says_why():
 def test_the_explanation_is_of_the_call(mask, score, dtype, caplog, monkeypatch):
     """What is asked beforehand is what the call takes, and tells at INFO when it first does."""
     layout = Layout.zigzag(1024, 8)
-    attention._DECISIONS.clear()
-    monkeypatch.setattr(attention.log, "disabled", False)  # import-linter's logging config disables others' loggers
+    prepared._chosen.cache_clear()
+    monkeypatch.setattr(prepared.log, "disabled", False)  # import-linter's logging config disables others' loggers
     said = explain_context_parallel(1024, 8, heads=8, head_dim=8, mask=mask, score=score, dtype=dtype)
     x = [layout.shard(torch.randn(1, 8, 1024, 8, dtype=dtype), rank, 2) for rank in range(8)]
     with caplog.at_level("INFO", "tilesmith"):

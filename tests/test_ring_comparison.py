@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tilesmith.distributed.attention as attention
+import tilesmith.distributed.prepared as prepared
 from tilesmith import ops
 from tilesmith.distributed import LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
@@ -30,6 +31,12 @@ class Told(LocalRing):
     def post(self, parcels, step):
         self.order.append("post")
         super().post(parcels, step)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Tests change what a call's preparation reads, as nothing else does."""
+    prepared.forget()
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def test_few_own_keys_are_attended_before_the_answer(ring):
 
 
 def test_many_own_keys_travel_first(ring, monkeypatch):
-    monkeypatch.setattr(attention, "_few", lambda *_: False)
+    monkeypatch.setattr(prepared, "_few", lambda *_: False)
     context_parallel_attention(*shards(), ring, mode="allgather", kernel="told")
     assert ring.order[:4] == ["ask", "answer", "post", "attend"]
 

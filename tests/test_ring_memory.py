@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 import plan_calls
 import tilesmith.distributed.cost as cost
 import tilesmith.distributed.parts as parts
+import tilesmith.distributed.prepared as prepared
 from tilesmith import ops
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, context_parallel_attention, explain_context_parallel
@@ -70,6 +71,12 @@ def _shape(q, k, call, **more):
 
 def _scratch(q, plan):
     return [q.new_empty(buffer.bytes(q.itemsize), dtype=torch.uint8) for buffer in plan.scratch]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Tests change what a call's preparation reads, as nothing else does."""
+    prepared.forget()
 
 
 @pytest.fixture

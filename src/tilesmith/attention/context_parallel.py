@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith.attention.ring import attention_terms
 from tilesmith.distributed import Layout, LocalRing, Ring, context_parallel_attention, ring_of
-from tilesmith.distributed.attention import MODES
+from tilesmith.distributed.prepared import MODES
 from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
 
 

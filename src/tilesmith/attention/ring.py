@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, context_parallel_attention, ring_of
-from tilesmith.distributed.attention import MODES, Group
+from tilesmith.distributed.attention import Group
+from tilesmith.distributed.prepared import MODES
 from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from tilesmith.distributed.ring import Parcel, Signature
+from tilesmith.distributed.ring import Parcel
+from tilesmith.distributed.signature import Signature
 
 
 class OneRank:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,21 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
 from tilesmith.device import philox
-from tilesmith.distributed import checks, cost
 from tilesmith.distributed.checks import EVERYTHING, NAME, SCALED
 from tilesmith.distributed.execution import backward, forward
-from tilesmith.distributed.kernels import KERNELS, Terms
+from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.layout import Layout
-from tilesmith.distributed.parts import HeadPart, head_parts
-from tilesmith.distributed.ring import Answer, Parcel, ProcessGroupRing, Ring, compare, refusals_told
-from tilesmith.distributed.schedule import Schedule, schedule
+from tilesmith.distributed.prepared import Asked, prepared, terms_of
+from tilesmith.distributed.ring import Answer, Parcel, ProcessGroupRing, Ring, refusals_told
+from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.travel import Work
-from tilesmith.engine.argument_checks import choice, flag, number, probability
-from tilesmith.engine.argument_checks import size as checked_size
+from tilesmith.engine.argument_checks import number
 
-MODES = ("auto", "allgather", "ulysses", "ring", "hybrid")
 LIMIT = 600.0  # seconds
-log = logging.getLogger("tilesmith")
 Group = dist.ProcessGroup | DeviceMesh | Ring | None
 Shards = Tensor | Sequence[Tensor]
 
@@ -86,42 +81,20 @@ def context_parallel_attention(
     ring = ring_of(group, timeout)
     counted, step = getattr(ring, "group", ring), f"{NAME}, forward"
     nth = _CALLS.get(counted, 0)
-    if isinstance(group, DeviceMesh) and group.ndim == 2 and mode == "hybrid" and degree is None:
+    if mode == "hybrid" and degree is None and isinstance(group, DeviceMesh) and group.ndim == 2:
         degree = group.size(1)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    asked = Asked(mode, degree, kernel, dropout_p, deterministic, layout, cu_seqlens)
     with refusals_told(ring, step):
-        shards = checks.checked_shards(ring, *(tuple(x) if isinstance(x, list | tuple) else (x,) for x in (q, k, v)))
-        checks.masked_and_scored(mask, score)
-        asked = _asked(mode, degree, kernel, dropout_p, deterministic, ring.size)
-        if len(ring.ranks) > 1:
-            compare({r: checks.shapes(shards[r]) for r in ring.ranks}, step)
-        batch, _, tokens, _ = shards[ring.ranks[0]][0].shape
-        held = checks.placed(layout, ring.size, tokens)
-        starts = checks.packed(cu_seqlens, held, batch)
-        checks.refuse(mask, score, sinks, shards, held, ring)
-        problem = _problem(shards, held, starts, mask)
-        decision = _decide(problem, shards[ring.ranks[0]][0].device, mask, score, mode, degree)
-        terms = _terms(ring, shards, held, mask, score, sinks, asked["dropout_p"], deterministic)
-        plan = _plan(shards, held, starts, mask, decision)
-        parts = _parts(shards, problem, decision, asked["dropout_p"] > 0.0)
-        work = Work(ring, plan, KERNELS[kernel], terms, parts, nth)
-        for r in ring.ranks:
-            _refuse_kernel(work, r, shards[r][0])
-        signed = asked | checks.terms_signed(mask, score, sinks)
-        name = layout if isinstance(layout, str) else checks.digest(layout)
-        signed |= {"layout": name, "cu_seqlens": checks.digest(starts)}
-        given = [sinks, *(x for shard in shards.values() for x in shard)]
-        signed["requires_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-        signed["mode taken"] = [decision.mode, decision.degree]
-        signed["parts of the heads"] = [len(some) for some in parts]
-    first = {"pass": "forward", "number of the call": nth}
-    signatures = {r: {**first, **checks.shapes(shards[r]), **signed} for r in ring.ranks}
+        call, shards = prepared(ring, (q, k, v), mask, score, sinks, asked)
+        terms = terms_of(ring, shards, call, mask, score, sinks)
+    signatures = {r: Signed("forward", nth, facts) for r, facts in call.facts.items()}
     answer = Answer(ring, signatures, step, then=lambda: _CALLS.__setitem__(counted, nth + 1))
     with answer.awaited():
-        if asked["dropout_p"] > 0.0 or mask.documents is not None:
+        if call.dropout_p > 0.0 or mask.documents is not None:
             answer()  # a call that ranks refuse draws no seed, and ids travel
-        early = _few(plan, shards)
-        work = replace(work, terms=_begun(ring, held, terms, shards), answer=answer, early=early)
+            terms = _begun(ring, call.layout, terms, shards)
+        work = Work(ring, call.plan, call.kernel, terms, call.parts, nth, answer, call.early)
         flat = _Attention.apply(work, sinks, *(x for r in ring.ranks for x in shards[r]))
     if isinstance(q, Tensor):
         return flat[0], flat[1]
@@ -130,18 +103,17 @@ def context_parallel_attention(
 
 def ring_of(group: Group, timeout: float = LIMIT) -> Ring:
     """The ring of a process group or mesh; the same one at every call, a given one itself."""
+    # first what costs the host least: torch asks whether an object is a mesh in Python
+    if not isinstance(group, type) and all(hasattr(group, name) for name in ("post", "wait", "agree")):
+        if timeout != LIMIT:
+            raise ValueError(f"{NAME}: timeout is {timeout}, but group is a Ring, which has its own; give it to that")
+        return group
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise ValueError(f"{NAME}: a DeviceMesh must have one dim or two, got {group.mesh_dim_names or group.ndim}")
         group = group.get_group() if group.ndim == 1 else group._flatten().get_group()
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        if isinstance(group, type) or not all(hasattr(group, name) for name in ("post", "wait", "agree")):
-            raise TypeError(
-                f"{NAME}: group must be a process group, a DeviceMesh or a Ring, got {type(group).__name__}"
-            )
-        if timeout != LIMIT:
-            raise ValueError(f"{NAME}: timeout is {timeout}, but group is a Ring, which has its own; give it to that")
-        return group
+        raise TypeError(f"{NAME}: group must be a process group, a DeviceMesh or a Ring, got {type(group).__name__}")
     if number(NAME, "timeout", timeout) <= 0:
         raise ValueError(f"{NAME}: timeout must be above 0 seconds, got {timeout}")
     if group is None:
@@ -154,6 +126,7 @@ def ring_of(group: Group, timeout: float = LIMIT) -> Ring:
     return rings[timeout]
 
 
+_SLOPED = tuple(Facts({"gradient of lse": sloped}) for sloped in (False, True))
 _RINGS: WeakKeyDictionary[dist.ProcessGroup, dict[float, ProcessGroupRing]] = WeakKeyDictionary()
 _CALLS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each group, those about which all ranks have agreed
 
@@ -164,8 +137,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Work, sinks: Tensor | None, *flat: Tensor) -> tuple[Tensor, ...]:
         shards = dict(zip(work.ring.ranks, _by(3, flat)))
-        with torch.no_grad():
-            found = forward(work, shards)
+        found = forward(work, shards)  # autograd is off in here
         results = [x for r in work.ring.ranks for x in found[r]]
         ctx.work, ctx.sinks = work, None if sinks is None else (sinks.dtype, sinks.device)
         ctx.save_for_backward(*flat, *results)
@@ -174,29 +146,38 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Any, ...]:
-        work, ranks = ctx.work, ctx.work.ring.ranks
         saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return None, *_gradients(ctx.work, ctx.sinks, saved, slopes)
         with torch.no_grad():
-            shards = dict(zip(ranks, _by(3, saved[: 3 * len(ranks)])))
-            results = dict(zip(ranks, _by(2, saved[3 * len(ranks) :])))
-            given = dict(zip(ranks, _by(2, slopes)))
-            sloped = any(dlse is not None for _, dlse in given.values())
-            said = {"pass": "backward", "number of the call": work.number, "gradient of lse": sloped}
-            answer = Answer(work.ring, dict.fromkeys(ranks, said), f"{NAME}, backward")
-            filled = {}
-            with answer.awaited():
-                for r, both in given.items():  # a rank without tokens may get none
-                    asked = zip(results[r], both, (True, sloped))
-                    filled[r] = [torch.zeros_like(x) if d is None and a else d for x, d, a in asked]
-                found = backward(replace(work, answer=answer), shards, results, filled)
-            dsinks = None
-            if ctx.sinks is not None:
-                dtype, device = ctx.sinks
-                dsinks = sum(found[r][3].to(device, torch.promote_types(dtype, torch.float32)) for r in ranks).to(dtype)
-            gradients = [dsinks, *(x for r in ranks for x in found[r][:3])]
-        if torch.is_grad_enabled():  # create_graph
-            gradients = _Once.apply(len(gradients), *gradients, *slopes, *saved)
-        return None, *gradients
+            gradients = _gradients(ctx.work, ctx.sinks, saved, slopes)
+        return None, *_Once.apply(len(gradients), *gradients, *slopes, *saved)  # create_graph
+
+
+def _gradients(
+    work: Work, of_sinks: tuple[torch.dtype, torch.device] | None, saved: Sequence[Tensor],
+    slopes: Sequence[Tensor | None],
+) -> list[Tensor | None]:  # fmt: skip
+    """Those of sinks, and of q, k and v of each rank of this process."""
+    ranks = work.ring.ranks
+    shards = dict(zip(ranks, _by(3, saved[: 3 * len(ranks)])))
+    results = dict(zip(ranks, _by(2, saved[3 * len(ranks) :])))
+    given = dict(zip(ranks, _by(2, slopes)))
+    sloped = any(dlse is not None for dlse in slopes[1::2])
+    said = Signed("backward", work.number, _SLOPED[sloped])
+    answer = Answer(work.ring, dict.fromkeys(ranks, said), f"{NAME}, backward")
+    filled = {}
+    with answer.awaited():
+        for r, both in given.items():  # a rank without tokens may get none
+            asked = zip(results[r], both, (True, sloped))
+            filled[r] = [torch.zeros_like(x) if d is None and a else d for x, d, a in asked]
+        found = backward(work._replace(answer=answer), shards, results, filled)
+    dsinks = None
+    if of_sinks is not None:
+        dtype, device = of_sinks
+        wide = torch.promote_types(dtype, torch.float32)
+        dsinks = reduce(torch.add, [found[r][3].to(device, wide) for r in ranks]).to(dtype)
+    return [dsinks, *(x for r in ranks for x in found[r][:3])]
 
 
 class _Once(torch.autograd.Function):
@@ -215,121 +196,6 @@ def _by(count: int, flat: Sequence[Any]) -> list[tuple[Any, ...]]:
     return [tuple(flat[i : i + count]) for i in range(0, len(flat), count)]
 
 
-def _refuse_kernel(work: Work, rank: int, q: Tensor) -> None:
-    for stage in work.schedule.stages:
-        for call in (*stage.calls[rank], *stage.answers[rank]):
-            why = work.kernel.rejects(q, call, work.terms[rank])
-            if why:
-                raise ValueError(f"{NAME}: kernel {work.kernel.name!r} cannot serve this call: {why}")
-
-
-def _asked(
-    mode: str, degree: int | None, kernel: str, dropout_p: float, deterministic: bool, size: int
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments that are no tensors, checked."""
-    choice(NAME, "mode", mode, MODES)
-    choice(NAME, "kernel", kernel, tuple(KERNELS))
-    flag(NAME, "deterministic", deterministic)
-    if degree is not None:
-        degree = int(checked_size(NAME, "degree", degree))
-        if mode != "hybrid":
-            raise ValueError(f"{NAME}: degree is for mode 'hybrid', got {degree} with mode {mode!r}; leave it out")
-        if size > 1 and size % degree:
-            raise ValueError(f"{NAME}: degree must divide the {size} ranks, got {degree}")
-    elif mode == "hybrid" and size > 1:
-        raise ValueError(f"{NAME}: mode 'hybrid' needs degree, or a DeviceMesh of two dims")
-    dropout_p = probability(NAME, "dropout_p", dropout_p)
-    return {
-        "mode": mode, "degree": degree, "kernel": kernel, "dropout_p": dropout_p, "deterministic": deterministic,
-    }  # fmt: skip
-
-
-def _problem(shards: Mapping, layout: Layout, starts: tuple[int, ...], mask: ops.Mask) -> cost.Problem:
-    q, k, v = next(iter(shards.values()))
-    sizes = q.shape[0], q.shape[1], k.shape[1], (q.shape[3] + v.shape[3] + 1) // 2
-    return cost.Problem(layout, starts, checks.sight_of(mask), *sizes, q.dtype.itemsize)
-
-
-def _decide(
-    problem: cost.Problem, device: torch.device, mask: ops.Mask, score: ops.Score, mode: str, degree: int | None
-) -> cost.Decision:  # fmt: skip
-    no = checks.barred(mask, score)
-    size = problem.layout.size
-    if size == 1:
-        return cost.Decision("allgather", 1, "one rank", ())
-    if mode == "auto":
-        key = problem, device, tuple(sorted(no.items()))
-        if key not in _DECISIONS:
-            if len(_DECISIONS) >= 256:
-                _DECISIONS.clear()
-            _DECISIONS[key] = cost.choose(problem, cost.machine_of(device), no)
-            log.info("%s: mode 'auto' takes %s", NAME, _DECISIONS[key])
-        return _DECISIONS[key]
-    if mode in no:
-        raise ValueError(f"{NAME}: mode {mode!r} cannot serve this call: {no[mode]}")
-    return cost.Decision(mode, {"hybrid": degree, "ulysses": size}.get(mode, 1), "asked for", ())
-
-
-_DECISIONS: dict[Any, cost.Decision] = {}
-
-
-def _plan(
-    shards: Mapping, layout: Layout, starts: tuple[int, ...], mask: ops.Mask, decision: cost.Decision
-) -> Schedule:  # fmt: skip
-    q, k, _ = next(iter(shards.values()))
-    try:
-        many = q.shape[1], k.shape[1], q.shape[0] == 1
-        return schedule(layout, starts, checks.sight_of(mask), decision.degree, decision.mode == "ring", *many)
-    except ValueError as problem:
-        raise ValueError(f"{NAME}: mode {decision.mode!r}: {problem}") from None
-
-
-def _parts(
-    shards: Mapping, problem: cost.Problem, decision: cost.Decision, drops: bool
-) -> tuple[tuple[HeadPart, ...], tuple[HeadPart, ...]]:
-    """The parts of the heads that are worked on one after another, in each pass: in a ring, whose memory they bound."""
-    if decision.mode != "ring":
-        return (), ()
-    q, k, _ = next(iter(shards.values()))
-    splits = cost.ring_parts(problem, cost.machine_of(q.device)).splits
-    if drops:  # a mask of dropout belongs to a call
-        splits = splits._replace(forward=splits.backward)
-    return tuple(head_parts(q.shape[1], k.shape[1], split) for split in splits)
-
-
-def _few(plan: Schedule, shards: Mapping) -> bool:
-    """Whether results of each rank's own keys take at most what a comparison takes, by the model."""
-    q, _, v = next(iter(shards.values()))
-    pairs = max(sum(call.tokens * call.keys for call in plan.stages[0].calls[r]) for r in shards)
-    machine = cost.machine_of(q.device)
-    flops = 2 * pairs * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) // plan.degree
-    return flops <= machine.host * machine.rate
-
-
-def _terms(
-    ring: Ring, shards: Mapping, layout: Layout, mask: ops.Mask, score: ops.Score, sinks: Tensor | None,
-    dropout_p: float, deterministic: bool,
-) -> dict[int, Terms]:  # fmt: skip
-    """The terms of each rank, but what `_begun` adds."""
-    planes = [None if x is None else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape)) for x in (score.bias, mask.dense)]
-    q_ids, k_ids = checks.pair(mask.documents) or (None, None)
-    several = len(ring.ranks) > 1
-    found = {}
-    for r in ring.ranks:
-        device = shards[r][0].device
-        bias, dense, ids = *planes, q_ids
-        if several:
-            bias, dense = (_rows_of(x, layout, r) for x in planes)
-            ids = None if q_ids is None else layout.shard(q_ids, r, 1)
-        named = {"alibi": score.alibi, "sinks": None if sinks is None else sinks.detach(), "bias": bias, "mask": dense}
-        named |= {"q_documents": ids, "k_documents": k_ids}
-        found[r] = Terms(
-            scale=score.scale, softcap=score.softcap, dropout_p=dropout_p, deterministic=deterministic,
-            **{name: None if x is None else x.to(device) for name, x in named.items()},
-        )  # fmt: skip
-    return found
-
-
 def _begun(ring: Ring, layout: Layout, terms: Mapping[int, Terms], shards: Mapping) -> dict[int, Terms]:
     """With what is exchanged and drawn once all ranks agree: ids of all keys, seeds."""
     found = {}
@@ -341,12 +207,8 @@ def _begun(ring: Ring, layout: Layout, terms: Mapping[int, Terms], shards: Mappi
             device = shards[r][0].device
             # ranks whose generators agree must still drop differently
             seed = philox.draw_seed(device) + torch.tensor([(r + 1) << 20, 0], device=device)
-        found[r] = replace(some, k_documents=keys, seed=seed)
+        found[r] = some._replace(k_documents=keys, seed=seed)
     return found
-
-
-def _rows_of(x: Tensor | None, layout: Layout, rank: int) -> Tensor | None:
-    return x if x is None or x.shape[-2] == 1 else layout.shard(x, rank, 2)
 
 
 def _gathered_ids(ring: Ring, layout: Layout, ids: Tensor) -> Tensor:

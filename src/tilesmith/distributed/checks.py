@@ -15,6 +15,7 @@ from tilesmith.distributed.pieces import FAR, Sight
 from tilesmith.distributed.ring import Ring
 from tilesmith.engine.argument_checks import tensor
 from tilesmith.engine.arguments import shown
+from tilesmith.engine.torch_private import any_autocast
 from tilesmith.ops.attn.checks import check_shapes
 from tilesmith.ops.attn.op import attention_op
 
@@ -38,12 +39,19 @@ def checked_shards(ring: Ring, *each: Sequence[Tensor]) -> dict[int, tuple[Tenso
             raise ValueError(
                 f"{NAME}: a rank's queries and keys are the same tokens; got {q.shape[2]} and {k.shape[2]}"
             )
-        q, k, v = attention_op._autocast((q, k, v))  # rotation leaves q and k in fp32 beside a v that a product cast
+        q, k, v = as_kernels_take(q, k, v)
         for name, x in (("k", k), ("v", v)):
             if x.dtype != q.dtype:
                 raise TypeError(f"{NAME}: {name} has dtype {x.dtype} and q {q.dtype}; give q, k and v one dtype")
-        shards[r] = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        shards[r] = q, k, v
     return shards
+
+
+def as_kernels_take(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in one dtype under autocast, and with elements of a head beside one another."""
+    if any_autocast():  # rotation leaves q and k in fp32 beside a v that a product cast
+        tensors = attention_op._autocast(tensors)
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def masked_and_scored(mask: Any, score: Any, of: str = NAME) -> None:

@@ -6,7 +6,6 @@ All functions take and return tensors [B, heads, T, D] for each rank of this pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tilesmith.distributed.gradients import gradients
 from tilesmith.distributed.kernels import Terms
-from tilesmith.distributed.pieces import Call
+from tilesmith.distributed.pieces import Call, Overlap
 from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
 from tilesmith.distributed.travel import (
@@ -97,7 +96,7 @@ def _returned(
     fill: Sequence[float] = (0.0, 0.0),
 ) -> dict[int, list[Tensor]]:  # fmt: skip
     """The reverse of `_gathered`; a head that several ranks held gets their sum, in fp32. fill: of padding."""
-    posted, landing = post_back(work, moves, tensors, step)
+    posted, landed = post_back(work, moves, tensors, step)
     work.ring.wait(posted)
     replicas = {move.target: move.heads[1] - move.heads[0] for move in moves}
     found = {}
@@ -109,11 +108,12 @@ def _returned(
             x.new_full((work.schedule.layout.local, x.shape[0], heads[r], x.shape[3]), value[i], dtype=dtypes[i])
             for i, x in enumerate(held)
         ]
-        for move, arrived in landing:
+        for move, way in zip(moves, moves.back):
             if move.source == r:
-                for total, x in zip(found[r], arrived):
+                for total, x in zip(found[r], landed[r]):
                     place = total[move.at : move.at + move.tokens, :, slice(*move.heads)]
-                    place.add_(x) if several else place.copy_(x)
+                    arrived = x[way.to : way.to + way.tokens]
+                    place.add_(arrived) if several else place.copy_(arrived)
         found[r] = [by_head(total) for total in found[r]]
     return found
 
@@ -143,8 +143,8 @@ def _attend_part(
     drops = any(x.seed is not None for x in terms.values())
     rows = {
         r: Rows(
-            q, v.shape[3], [c for s in work.schedule.stages for c in _calls(s, r, drops)], work.kernel.summand(q),
-            terms[r].sinks, None if into is None else into[r],
+            q, v.shape[3], _overlap(work, r, drops), work.kernel.summand(q), terms[r].sinks,
+            None if into is None else into[r],
         )
         for r, (q, _, v) in shards.items()
     }  # fmt: skip
@@ -152,14 +152,18 @@ def _attend_part(
     def compute(stage: Stage, keys: Shards) -> None:
         for r, (q, _, _) in shards.items():
             for call in _calls(stage, r, drops):
-                some, adds = terms[r].of(call, stage.held[r], index[r]), rows[r].adds(call)
-                if not adds:
-                    some = replace(some, sinks=terms[r].sinks)
+                adds = rows[r].adds(call)
+                some = terms[r].of(call, stage.held[r], index[r], None if adds else terms[r].sinks)
                 index[r] += 1
                 rows[r].take(call, *work.kernel.forward(*cut(call, q, *keys[r]), call, some, adds))
 
     through(work, shards, compute)
     return {r: rows.pop(r).result() for r in shards}
+
+
+def _overlap(work: Work, rank: int, drops: bool) -> Overlap:
+    sums = work.schedule.sums(rank)
+    return sums.calls if drops else sums.answers
 
 
 def _calls(stage: Stage, rank: int, drops: bool) -> Sequence[Call]:

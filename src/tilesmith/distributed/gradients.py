@@ -7,18 +7,15 @@ each stage's as they have come back, while the next stage's are computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilesmith.distributed.kernels import Terms
-from tilesmith.distributed.pieces import several
-from tilesmith.distributed.schedule import Stage
-from tilesmith.distributed.sums import NO_KEYS, Sum, span
+from tilesmith.distributed.schedule import Moves, Stage
+from tilesmith.distributed.sums import NO_KEYS, Sum, run
 from tilesmith.distributed.travel import (
-    Landing,
     Shards,
     Work,
     by_head,
@@ -76,11 +73,10 @@ class _Kind(NamedTuple):
 
 def _partial(work: Work, shards: Shards, shared: Mapping[int, bool]) -> dict[int, _Kind]:
     """What is rounded once needs no more than its dtype; ranks agree about what travels."""
-    stages = work.schedule.stages
-    several = any(stage.transfers for stage in stages)
+    several = len(work.schedule.stages) > 1
     found = {}
     for r, (q, _, _) in shards.items():
-        adds = several or _adds(stages, r) > 1 or shared[r]
+        adds = several or work.schedule.sums(r).parts > 1 or shared[r]
         found[r] = _Kind(adds, work.kernel.summand(q) if adds else q.dtype)
     return found
 
@@ -88,7 +84,7 @@ def _partial(work: Work, shards: Shards, shared: Mapping[int, bool]) -> dict[int
 def _sums_of_keys(work: Work, shards: Shards, kinds: Mapping[int, _Kind], times: int) -> dict[int, list[Sum]]:
     """Those of dk and dv, to which each stage adds so many times."""
     return {
-        r: [Sum(x, times * _adds(work.schedule.stages, r), kinds[r].dtype) for x in tensors[1:]]
+        r: [Sum(x, times * work.schedule.sums(r).parts, kinds[r].dtype) for x in tensors[1:]]
         for r, tensors in shards.items()
     }
 
@@ -102,15 +98,16 @@ def _part(
     kinds: Mapping[int, _Kind], dkv: Mapping[int, Sequence[Sum]], dsinks: Mapping[int, Tensor | None],
 ) -> dict[int, Sum]:  # fmt: skip
     """The sum of dq of each rank, for some of the heads; dk and dv are added to `dkv`, those of sinks to `dsinks`."""
-    sums = {r: Sum(q, _adds(work.schedule.stages, r), kinds[r].dtype) for r, (q, _, _) in shards.items()}
-    returning: list[tuple[Any, Landing]] = []  # gradients of one stage's keys, on their way to their owners
+    sums = {r: Sum(q, work.schedule.sums(r).parts, kinds[r].dtype) for r, (q, _, _) in shards.items()}
+    returning: list[tuple[Any, Moves, Shards]] = []  # gradients of one stage's keys, on their way to their owners
 
     def land() -> None:
-        for posted, arrived in returning:
+        for posted, moves, arrived in returning:
             work.ring.wait(posted)
-            for move, tensors in arrived:
-                for total, x in zip(dkv[move.source], tensors):
-                    total.add(by_head(x), move.at)
+            for r, tensors in arrived.items():
+                for total, x in zip(dkv[r], map(by_head, tensors)):
+                    for low, high, at in moves.returning.get(r, ()):
+                        total.add(run(x, low, high), at)
         returning.clear()
 
     def compute(stage: Stage, keys: Shards) -> None:
@@ -119,18 +116,16 @@ def _part(
             out, lse, dout, dlse = results[r]
             into = dkv[r]
             if stage.transfers:
-                into = [Sum(x, len(stage.calls[r]), kinds[r].dtype) for x in keys[r]]
+                into = [Sum(x, len(stage.calls[r]), kinds[r].dtype, stage.tiled[r]) for x in keys[r]]
+            counts = dsinks[r] is not None and not stage.transfers
+            sinks = terms[r].sinks.to(lse.dtype) if counts else None
             for call in stage.calls[r]:
-                some = terms[r].of(call, stage.held[r], index[r])
-                counts = dsinks[r] is not None and not stage.transfers
-                if counts:
-                    some = replace(some, sinks=terms[r].sinks.to(lse.dtype))
+                some = terms[r].of(call, stage.held[r], index[r], sinks)
                 index[r] += 1
-                rows = slice(call.q, call.q + call.tokens)
-                slope = None if dlse is None else dlse[:, :, rows].contiguous()
+                slope = None if dlse is None else run(dlse, *call.span).contiguous()
                 found = work.kernel.backward(
-                    dout[:, :, rows], slope, *cut(call, q, *keys[r]), out[:, :, rows], lse[:, :, rows].contiguous(),
-                    call, some, kinds[r].adds,
+                    run(dout, *call.span), slope, *cut(call, q, *keys[r]), run(out, *call.span),
+                    run(lse, *call.span).contiguous(), call, some, kinds[r].adds,
                 )  # fmt: skip
                 for total, x, at in zip((sums[r], *into), found, (call.q, call.k, call.k)):
                     total.add(x, at)
@@ -140,28 +135,22 @@ def _part(
             theirs[r] = [x.total(kinds[r].dtype) for x in into] if stage.transfers else []
         if stage.transfers:
             land()  # those of the stage before, which have travelled beside these calls
-            returning.append(post_back(work, stage.transfers, theirs, "gradients of keys"))
+            posted, arriving = post_back(work, stage.transfers, theirs, "gradients of keys")
+            returning.append((posted, stage.transfers, arriving))
 
     through(work, shards, compute, "keys for gradients")
     land()
     return sums
 
 
-def _adds(stages: Sequence[Stage], rank: int) -> int:
-    """How many parts the gradients of a rank may have."""
-    mine = sum(len(stage.calls[rank]) for stage in stages)
-    return max(mine, 1 + sum(move.source == rank for stage in stages for move in stage.transfers))
-
-
 def _to_sum_of_sinks(work: Work, rank: int, lse: Tensor) -> Tensor | None:
     """Zeros for the sinks of a rank's heads, to which its calls on its own keys add; None where there are no sinks, or
     these calls do not have each of its queries once with a key that it sees, its own."""
-    terms, calls = of_rank(work, rank), work.schedule.stages[0].calls[rank]
+    terms = of_rank(work, rank)
     hidden = any(x is not None for x in (terms.mask, terms.bias, terms.q_documents))
     if terms.sinks is None or hidden or not work.kernel.sinks:
         return None
-    once = sum(call.tokens for call in calls) == lse.shape[2] and not several(map(span, calls))
-    return torch.zeros_like(terms.sinks, dtype=lse.dtype) if once else None
+    return torch.zeros_like(terms.sinks, dtype=lse.dtype) if work.schedule.sums(rank).once else None
 
 
 def _sinks(work: Work, rank: int, result: Sequence[Tensor | None], found: Tensor | None) -> Tensor | None:

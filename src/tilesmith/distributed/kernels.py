@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from tilesmith.ops.attn.op import attention_vjp
 Gradients = tuple[Tensor, ...]  # of q, k and v, and of sinks if the terms have them
 
 
-@dataclass(frozen=True, eq=False)
-class Terms:
+class Terms(NamedTuple):
     """What makes scores and hides keys on one rank, beside the schedule.
 
     bias, mask: [B|1, H|1, T, S]: a rank's queries with all keys of the sequence in their order. q_documents [B, T],
@@ -45,17 +43,19 @@ class Terms:
         some = slice(*heads)
         alibi, sinks = (None if x is None else x[..., some] for x in (self.alibi, self.sinks))
         bias, mask = (x if x is None or x.shape[1] == 1 else x[:, some] for x in (self.bias, self.mask))
-        return replace(self, alibi=alibi, sinks=sinks, bias=bias, mask=mask)
+        return self._replace(alibi=alibi, sinks=sinks, bias=bias, mask=mask)
 
-    def of(self, call: Call, held: Sequence[Range], index: int) -> Terms:
-        """For one call, the index-th of its rank, on keys that hold these ranges of the sequence."""
+    def of(self, call: Call, held: Sequence[Range], index: int, sinks: Tensor | None = None) -> Terms:
+        """For one call, the index-th of its rank, on keys that hold these ranges of the sequence. sinks: its own."""
+        if self.bias is self.mask is self.q_documents is self.seed is None:
+            return self if sinks is self.sinks else self._replace(sinks=sinks)
         rows = slice(call.q, call.q + call.tokens)
         bias, mask = (None if x is None else _columns(_rows(x, rows), call, held) for x in (self.bias, self.mask))
         q_documents = None if self.q_documents is None else self.q_documents[:, rows].contiguous()
         k_documents = None if self.k_documents is None else _columns(self.k_documents, call, held).contiguous()
         seed = None if self.seed is None else self.seed + torch.tensor([index, 0], device=self.seed.device)
-        return replace(
-            self, sinks=None, bias=bias, mask=mask, q_documents=q_documents, k_documents=k_documents, seed=seed
+        return self._replace(
+            sinks=sinks, bias=bias, mask=mask, q_documents=q_documents, k_documents=k_documents, seed=seed
         )
 
 
@@ -116,13 +116,14 @@ class Ours:
     ) -> Gradients:  # fmt: skip
         """As the protocol says."""
         mask, score = _mask_and_score(call, terms)
-        named = dict.fromkeys(attention_vjp.parameters)
-        named |= {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": terms.dropout_p}
-        named |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0, "seed": terms.seed}
-        named |= {**mask.lower(), **score.lower(), **_packed(call, q.device), "deterministic": terms.deterministic}
-        named |= {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        named |= {"gradients_fp32": summand, "sinks": terms.sinks}
-        *found, _, dsinks = attention_vjp(**named | {"output_mask": [True, True, True, False, terms.sinks is not None]})
+        *found, _, dsinks = attention_vjp(
+            **{
+                **_NOTHING, **mask.lower(), **score.lower(), **_packed(call, q.device), "dout": dout, "dlse": dlse,
+                "q": q, "k": k, "v": v, "out": out, "lse": lse, "sinks": terms.sinks, "dropout_p": terms.dropout_p,
+                "seed": terms.seed, "deterministic": terms.deterministic, "gradients_fp32": summand,
+                "output_mask": [True, True, True, False, terms.sinks is not None],
+            }
+        )  # fmt: skip
         return tuple(found) if terms.sinks is None else (*found, dsinks)
 
 
@@ -173,20 +174,41 @@ class Cudnn:
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Ours(), Cudnn())}
 
 
+# arguments of the gradient that restrict nothing
+_NOTHING: Mapping[str, Any] = {
+    **dict.fromkeys(attention_vjp.parameters), "causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0,
+    "max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0,
+}  # fmt: skip
+
+
 def _mask_and_score(call: Call, terms: Terms) -> tuple[ops.Mask, ops.Score]:
-    causal = call.right == 0
-    sides = call.left, -1 if causal else call.right
-    documents = None if terms.q_documents is None else (terms.q_documents, terms.k_documents)
-    mask = ops.Mask(causal, None if sides == (-1, -1) else sides, documents=documents, dense=terms.mask)
+    if terms.mask is terms.q_documents is None:
+        mask = _mask(call.left, call.right)
+    else:
+        documents = None if terms.q_documents is None else (terms.q_documents, terms.k_documents)
+        mask = replace(_mask(call.left, call.right), documents=documents, dense=terms.mask)
+    if terms.alibi is terms.bias is None:
+        return mask, _score(terms.scale, terms.softcap)
     return mask, ops.Score(terms.scale, terms.softcap, terms.alibi, terms.bias)
+
+
+@lru_cache(maxsize=512)
+def _mask(left: int, right: int) -> ops.Mask:
+    causal = right == 0
+    sides = left, -1 if causal else right
+    return ops.Mask(causal, None if sides == (-1, -1) else sides)
+
+
+@lru_cache(maxsize=64)
+def _score(scale: float | None, softcap: float) -> ops.Score:
+    return ops.Score(scale, softcap)
 
 
 def _packed(call: Call, device: torch.device) -> dict[str, Tensor | int]:
     if not call.cu_q:
         return {}
-    longest = [max(b - a for a, b in pairwise(cu)) for cu in (call.cu_q, call.cu_k)]
     starts = {"cu_seqlens_q": _starts(call.cu_q, device), "cu_seqlens_k": _starts(call.cu_k, device)}
-    return {**starts, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    return {**starts, "max_seqlen_q": call.longest[0], "max_seqlen_k": call.longest[1]}
 
 
 @lru_cache(maxsize=512)

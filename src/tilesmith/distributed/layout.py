@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import index
 
@@ -48,6 +49,13 @@ class Layout:
                 f"Layout: the ranges of a rank must ascend and hold at most local tokens, {self.local}; the longest "
                 f"hold {longest}"
             )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.tokens, self.ranges, self.local))  # a call looks up what is kept for its layout
 
     @property
     def size(self) -> int:

@@ -16,19 +16,20 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilesmith.distributed.schedule import Moves
+from tilesmith.distributed.schedule import Moves, Transfer
 
 SLOTS = 2  # exchanges that may be under way
 LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
 _ALIGNED = 256  # bytes: where tensors of an exchange begin
-_VIEWS = 4096  # of memory, that are kept
+_KEPT = 64  # exchanges whose places are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,56 @@ class Arrival:
 
 class CannotShare(RuntimeError):
     """Why ranks have no memory in common; raised on all of them."""
+
+
+class _Places(NamedTuple):
+    """Memory of an exchange in one slot. mine: what others read of this rank's tensors. reads: of each rank that this
+    one reads, its runs: (which tensor, first place in it, tokens, memory)."""
+
+    mine: Sequence[Tensor]
+    reads: Sequence[tuple[int, Sequence[tuple[int, int, int, Tensor]]]]
+
+
+class _Exchange:
+    """What an exchange is by its moves, and by shapes and dtypes of what is sent, [T, B, heads, D].
+
+    need: bytes of a slot. readers: the ranks that read this one's tensors, from the first to the last place of `span`.
+    moves: kept, since `PeerMemory` knows it by its id. places: by slot.
+    """
+
+    def __init__(self, moves: Moves, rank: int, sent: Sequence[Tensor]):
+        self.moves, self.rank = moves, rank
+        self._kinds = [(x.shape[1:], x.dtype) for x in sent]
+        rows = [prod(shape) * dtype.itemsize for shape, dtype in self._kinds]
+        self._starts = {source: _starts(rows, high - low) for source, (low, high) in moves.spans.items()}
+        self.need = max((each[-1] for each in self._starts.values()), default=0)
+        self.readers, self.span = moves.readers(rank), moves.spans.get(rank, (0, 0))
+        self.places: dict[int, _Places] = {}
+
+    def placed(self, slot: int, view: Callable[..., Tensor]) -> _Places:
+        """The places in a slot. view: makes a tensor of a rank's memory."""
+        if slot not in self.places:
+            mine = self._whole(self.rank, slot, view) if self.readers else []
+            reads = [(source, self._runs(source, moves, slot, view)) for source, moves in self.moves.reads(self.rank)]
+            self.places[slot] = _Places(mine, reads)
+        return self.places[slot]
+
+    def _runs(
+        self, source: int, moves: Sequence[Transfer], slot: int, view: Callable[..., Tensor]
+    ) -> list[tuple[int, int, int, Tensor]]:  # fmt: skip
+        low, found = self.moves.spans[source][0], []
+        for i, whole in enumerate(self._whole(source, slot, view)):
+            for move in moves:
+                there = whole[move.at - low : move.at - low + move.tokens]
+                there = there if move.heads is None else there[:, :, slice(*move.heads)]
+                found.append((i, move.to, move.tokens, there))
+        return found
+
+    def _whole(self, source: int, slot: int, view: Callable[..., Tensor]) -> list[Tensor]:
+        """All that others read of a rank's tensors."""
+        low, high = self.moves.spans[source]
+        each = zip(self._starts[source], self._kinds)
+        return [view(source, slot, start, (high - low, *shape), dtype) for start, (shape, dtype) in each]
 
 
 class PeerMemory:
@@ -57,7 +108,7 @@ class PeerMemory:
         self._handle: Any = None
         self._free: list[torch.cuda.Event | None] = [None] * SLOTS
         self._under_way: dict[int, Arrival] = {}
-        self._views: dict[Any, Tensor] = {}
+        self._exchanges: dict[Any, _Exchange] = {}
         self._agree(lambda: _identity(device), "share", same=True)
         self._agree(_driver, "call the driver")
         self._symmetric = self._agree(_symmetric_memory, "share memory with this PyTorch")
@@ -67,38 +118,28 @@ class PeerMemory:
     def move(self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor]) -> Arrival | None:
         """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`. None,
         on all ranks, where an exchange is too large. Raises CannotShare where memory is too small and cannot grow."""
-        rows = [x[0].numel() * x.element_size() for x in sent]
-        starts = {source: _starts(rows, high - low) for source, (low, high) in moves.spans.items()}
-        need = max((each[-1] for each in starts.values()), default=0)
-        if need > MOST:
+        exchange = self._exchange(moves, sent)
+        if exchange.need > MOST:
             return None
-        if need > self._bytes:
-            self._grow(1 << (need - 1).bit_length())
+        if exchange.need > self._bytes:
+            self._grow(1 << (exchange.need - 1).bit_length())
         self._count += 1
         slot, turn = self._count % SLOTS, self._count & 0xFFFFFFFF
         here, side = torch.cuda.current_stream(self._index), self._side
         if self._free[slot] is not None:
             here.wait_event(self._free[slot])
         self._under_way.pop(slot, None)
-        me, readers = self._rank, moves.readers(self._rank)
-        if readers:
-            low, high = moves.spans[me]
-            for x, start in zip(sent, starts[me]):
-                self._view(me, slot, start, (high - low, *x.shape[1:]), x.dtype).copy_(x[low:high])
+        me, readers, places = self._rank, exchange.readers, exchange.placed(slot, self._view)
+        for x, mine in zip(sent, places.mine):
+            mine.copy_(_run(x, *exchange.span))
         side.wait_event(here.record_event())
         with torch.cuda.stream(side):
             for reader in readers:
                 self._write(reader, me, turn)
-            for source, some in moves.reads(me):
+            for source, runs in places.reads:
                 self._wait(source, turn)
-                low, high = moves.spans[source]
-                for i, (x, start) in enumerate(zip(into, starts[source])):
-                    shape = high - low, *sent[i].shape[1:]
-                    whole = self._view(source, slot, start, shape, x.dtype)
-                    for move in some:
-                        there = whole[move.at - low : move.at - low + move.tokens]
-                        there = there if move.heads is None else there[:, :, slice(*move.heads)]
-                        x[move.to : move.to + move.tokens].copy_(there)
+                for i, to, tokens, there in runs:
+                    _run(into[i], to, to + tokens).copy_(there)
                 self._write(source, self._size + me, turn)
             arrival = Arrival(side.record_event(), tuple(into))
             for reader in readers:
@@ -119,14 +160,15 @@ class PeerMemory:
         torch.cuda.synchronize(self._device)
         self._gather(None)  # nobody reads the old one
         self._memory = self._handle = None
-        self._views.clear()
+        for exchange in self._exchanges.values():
+            exchange.places.clear()
         self._flags = -(-2 * self._size * 4 // _ALIGNED) * _ALIGNED
         with torch.cuda.device(self._device):
             made = self._agree(lambda: self._allocated(self._flags + SLOTS * size), "allocate")
             made.zero_()
             torch.cuda.synchronize(self._device)
             self._handle = self._agree(lambda: self._symmetric.rendezvous(made, self._group), "map")
-        self._memory, self._bytes = made, size
+        self._memory, self._bytes, self._pointers = made, size, tuple(self._handle.buffer_ptrs)
         self._gather(None)  # all flags are 0 before one is raised
 
     def _allocated(self, size: int) -> Tensor:
@@ -152,21 +194,29 @@ class PeerMemory:
             raise CannotShare("; ".join(failed))
         return made
 
-    def _view(self, rank: int, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        key = rank, slot, start, shape, dtype
-        found = self._views.get(key)
+    def _exchange(self, moves: Moves, sent: Sequence[Tensor]) -> _Exchange:
+        key = id(moves), *((x.shape, x.dtype) for x in sent)
+        found = self._exchanges.get(key)
         if found is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            first = (self._flags + slot * self._bytes + start) // dtype.itemsize
-            found = self._views[key] = self._handle.get_buffer(rank, shape, dtype, first)
+            if len(self._exchanges) >= _KEPT:
+                self._exchanges.pop(next(iter(self._exchanges)))
+            found = self._exchanges[key] = _Exchange(moves, self._rank, sent)
         return found
 
+    def _view(self, rank: int, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        first = (self._flags + slot * self._bytes + start) // dtype.itemsize
+        return self._handle.get_buffer(rank, shape, dtype, first)
+
     def _write(self, rank: int, flag: int, value: int) -> None:
-        _driver().write(self._side.cuda_stream, self._handle.buffer_ptrs[rank] + 4 * flag, value)
+        _driver().write(self._side.cuda_stream, self._pointers[rank] + 4 * flag, value)
 
     def _wait(self, flag: int, value: int) -> None:
-        _driver().wait(self._side.cuda_stream, self._handle.buffer_ptrs[self._rank] + 4 * flag, value)
+        _driver().wait(self._side.cuda_stream, self._pointers[self._rank] + 4 * flag, value)
+
+
+def _run(x: Tensor, low: int, high: int) -> Tensor:
+    """Rows from `low` to `high`."""
+    return x if high - low == x.shape[0] else x.narrow(0, low, high - low)
 
 
 def _starts(rows: Sequence[int], tokens: int) -> list[int]:

@@ -73,6 +73,17 @@ class Call:
     cu_k: tuple[int, ...] = ()
 
     @cached_property
+    def span(self) -> Range:
+        """Its queries."""
+        return self.q, self.q + self.tokens
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a packed piece, 0 if there are none."""
+        queries, keys = (max((b - a for a, b in pairwise(cu)), default=0) for cu in (self.cu_q, self.cu_k))
+        return queries, keys
+
+    @cached_property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees."""
         if not self.cu_q:
@@ -150,11 +161,36 @@ def several(spans: Iterable[Range]) -> list[Range]:
     return list(joined(found))
 
 
+class Overlap:
+    """Which queries several of some calls have, so that results of these calls are parts of sums.
+
+    ranges: of queries, one for each sum. place: of a call's queries, which sum its result is part of; none where it is
+    not. most: the most calls that one query is in.
+    """
+
+    def __init__(self, calls: Sequence[Call]):
+        spans = [call.span for call in calls]
+        shared = several(spans)
+        summed = {(low, high) for low, high in spans if any(low < end and begin < high for begin, end in shared)}
+        self.ranges = joined(sorted(summed))
+        self.place = {
+            (low, high): next(i for i, (begin, end) in enumerate(self.ranges) if begin <= low and high <= end)
+            for low, high in summed
+        }
+        self.most = _most(spans)
+
+
+def _most(spans: Sequence[Range]) -> int:
+    """The most spans that one token lies in."""
+    ends = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
+    return max(accumulate((change for _, change in ends), initial=0))
+
+
 def apart(each: Sequence[Sequence[Piece]], pack: bool = True) -> list[tuple[Call, ...]]:
     """`calls` of several lists of pieces. Where few of the queries are in several calls, to whole tiles of them, these
     have calls of their own, so that the others' results are no parts of sums."""
     plain = [calls(found, pack) for found in each]
-    shared = several((call.q, call.q + call.tokens) for made in plain for call in made)
+    shared = several(call.span for made in plain for call in made)
     last = max((piece.q + piece.tokens for found in each for piece in found), default=0)
     tiles = list(joined((start // TILE * TILE, min(-(-stop // TILE) * TILE, last)) for start, stop in shared))
     if not tiles or FEW * length(tiles) > last:

@@ -18,9 +18,9 @@ from torch import Tensor
 from tilesmith.distributed.lost import cause
 from tilesmith.distributed.peer_memory import Arrival, CannotShare, PeerMemory
 from tilesmith.distributed.schedule import Moves
+from tilesmith.distributed.signature import Signature, Signed
 from tilesmith.engine.argument_checks import flag, located
 
-Signature = Mapping[str, Any]  # what must be the same on all ranks, by name
 Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
 log = logging.getLogger("tilesmith")
 
@@ -190,7 +190,8 @@ class ProcessGroupRing:
         if self.size == 1:
             return _nothing
         side = self._side_channel()
-        mine = json.dumps(signatures[self.rank]).encode()
+        signature = signatures[self.rank]
+        mine = (signature.text if isinstance(signature, Signed) else json.dumps(signature)).encode()
         if len(mine) > _ROOM - 4:
             raise ValueError(f"rank {self.rank}: {step}: a signature of {len(mine)} bytes does not fit {_ROOM - 4}")
         packed = (len(mine).to_bytes(4, "little") + mine).ljust(_ROOM, b"\0")
@@ -208,7 +209,7 @@ class ProcessGroupRing:
         def answer() -> None:
             self._finish(works, step, timed=True)
             told = {r: x.numpy().tobytes() for r, x in arrived.items()}
-            if all(raw == packed for raw in told.values()) and not refused(signatures[self.rank]):
+            if all(raw == packed for raw in told.values()) and not refused(signature):
                 return
             found = {self.rank: json.loads(mine)}
             for r, raw in told.items():

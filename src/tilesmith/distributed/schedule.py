@@ -7,11 +7,12 @@ all-gather, one group of all ranks is Ulysses, what lies between is a hybrid of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
-from tilesmith.distributed.pieces import Call, Sight, apart, calls, pieces, seen, spans
+from tilesmith.distributed.pieces import Call, Overlap, Sight, apart, calls, pieces, seen, several, spans
 
 HeadRange = tuple[int, int]
 
@@ -76,6 +77,14 @@ class Moves(tuple[Transfer, ...]):
         return Moves(found)
 
     @cached_property
+    def returning(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        """Of each source, the runs that come back to it: (from, to) in the buffer of `back`, and their first place."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for move, way in zip(self, self.back):
+            found.setdefault(move.source, []).append((way.to, way.to + way.tokens, move.at))
+        return {source: tuple(runs) for source, runs in found.items()}
+
+    @cached_property
     def landed(self) -> dict[int, int]:
         """How many tokens come to each rank."""
         found: dict[int, int] = {}
@@ -97,6 +106,32 @@ class Stage:
     calls: tuple[tuple[Call, ...], ...]
     answers: tuple[tuple[Call, ...], ...]
 
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Keys in each rank's buffer."""
+        return tuple(map(length, self.held))
+
+    @cached_property
+    def tiled(self) -> tuple[bool, ...]:
+        """Whether the keys of a rank's calls, one after another, are its buffer."""
+        return tuple(
+            length(keys) == tokens and joined(keys) == ((0, tokens),)
+            for keys, tokens in zip((sorted((c.k, c.k + c.keys) for c in calls) for calls in self.calls), self.tokens)
+        )
+
+
+class Sums(NamedTuple):
+    """What a rank adds up.
+
+    answers, calls: the results of these calls of all stages. parts: how many parts a gradient of its tokens may have.
+    once: whether the calls on its own keys have each of its queries once.
+    """
+
+    answers: Overlap
+    calls: Overlap
+    parts: int
+    once: bool
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -116,6 +151,24 @@ class Schedule:
     def tokens(self, rank: int) -> int:
         """Tokens in a rank's buffers while it computes."""
         return self.layout.local if self.degree == 1 else length(self.groups.ranges[rank // self.degree])
+
+    def sums(self, rank: int) -> Sums:
+        """What a rank adds up; found out once."""
+        found = self._sums.get(rank)
+        if found is None:
+            answers, calls = (
+                [call for stage in self.stages for call in getattr(stage, name)[rank]] for name in ("answers", "calls")
+            )
+            returned = sum(move.source == rank for stage in self.stages for move in stage.transfers)
+            own = [call.span for call in self.stages[0].calls[rank]]
+            once = length(own) == self.tokens(rank) and not several(own)
+            found = Sums(Overlap(answers), Overlap(calls), max(len(calls), 1 + returned), once)
+            self._sums[rank] = found
+        return found
+
+    @cached_property
+    def _sums(self) -> dict[int, Sums]:
+        return {}
 
     def pairs(self, rank: int) -> int:
         """Pairs of a query and a key that a rank computes, of each of its heads."""
@@ -200,7 +253,7 @@ def _stages(
             buffers.append(joined((start, stop) for start, stop, _ in arriving))
             work.append(pieces(own[r], spans(buffers[-1], starts), sight))
         if moves:
-            found.append((Moves(moves), buffers, work))
+            found.append((Moves(_joined(moves)), buffers, work))
     answers = [apart([work[r] for _, _, work in found], pack) for r in range(size)]
     return tuple(
         Stage(
@@ -222,6 +275,18 @@ def _fetches(held: Layout, target: int, arriving: Sequence[tuple[int, int, int]]
                     moves.append(Transfer(source * degree + slot, target * degree + slot, *places))
         to += stop - start
     return moves
+
+
+def _joined(moves: Sequence[Transfer]) -> list[Transfer]:
+    """The same, pair of ranks by pair, with those made one that follow each other in both buffers."""
+    found: dict[tuple[int, int], list[Transfer]] = {}
+    for move in moves:
+        runs = found.setdefault((move.source, move.target), [])
+        if runs and (runs[-1].at + runs[-1].tokens, runs[-1].to + runs[-1].tokens) == (move.at, move.to):
+            runs[-1] = replace(runs[-1], tokens=runs[-1].tokens + move.tokens)
+        else:
+            runs.append(move)
+    return [move for runs in found.values() for move in runs]
 
 
 def _each(of_groups: Sequence, degree: int) -> tuple:

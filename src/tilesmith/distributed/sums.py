@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.distributed.layout import Range, joined
-from tilesmith.distributed.pieces import Call, several
+from tilesmith.distributed.pieces import Call, Overlap
 from tilesmith.ops.attn.reference import out_like
 
 NO_KEYS = float("-inf")  # lse of a row that sees no key
@@ -28,40 +28,37 @@ class Rows:
     """
 
     def __init__(
-        self, q: Tensor, value_dim: int, calls: Sequence[Call], summand: torch.dtype, sinks: Tensor | None,
+        self, q: Tensor, value_dim: int, overlap: Overlap, summand: torch.dtype, sinks: Tensor | None,
         into: Sequence[Tensor] | None = None,
     ):  # fmt: skip
         self.q, self.value_dim, self.sinks, self._into = q, value_dim, sinks, into
-        spans = [span(call) for call in calls]
-        shared = several(spans)
-        self._summed = {(low, high) for low, high in spans if any(low < end and begin < high for begin, end in shared)}
+        self._whole, self._place = (0, q.shape[2]), overlap.place
         # what kernels round is still added in fp32 where there is more than one addition
-        wide = summand in SMALL and _most(spans) > 2
-        ranges = joined(sorted(self._summed))
-        self._sums = [_Merged(q, value_dim, span, torch.float32 if wide else summand) for span in ranges]
+        dtype = torch.float32 if summand in SMALL and overlap.most > 2 else summand
+        self._sums = [_Merged(q, value_dim, span, dtype) for span in overlap.ranges]
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
     def adds(self, call: Call) -> bool:
         """Whether the result of a call is part of a sum."""
-        return span(call) in self._summed
+        return call.span in self._place
 
     def take(self, call: Call, out: Tensor, lse: Tensor) -> None:
         """Put in the result of a call, which is not read again."""
-        low, high = span(call)
-        if self.adds(call):
-            next(x for x in self._sums if x.low <= low and high <= x.high).take(low, out, lse)
-        elif (low, high) == (0, self.q.shape[2]):
+        place = self._place.get(call.span)
+        if place is not None:
+            self._sums[place].take(call.q, out, lse)
+        elif call.span == self._whole:
             self._is(out, lse)
         else:
-            self._put(low, high, out, lse)
+            self._put(*call.span, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype and lse, of rows that no call answers 0 and that of the sinks, or -inf."""
         while self._sums:
             one = self._sums.pop()
             out, lse = one.total(self.sinks)
-            if (one.low, one.high) == (0, self.q.shape[2]):
+            if (one.low, one.high) == self._whole:
                 self._is(out, lse)
                 return self.out, self.lse
             self._put(one.low, one.high, out, lse)
@@ -71,13 +68,14 @@ class Rows:
     def _is(self, out: Tensor, lse: Tensor) -> None:
         """All rows have these results."""
         if self._into is None:
-            self.out, self.lse = out.to(self.q.dtype), lse
+            self.out, self.lse = out if out.dtype == self.q.dtype else out.to(self.q.dtype), lse
         else:
             self.out, self.lse = (x.copy_(y) for x, y in zip(self._into, (out, lse)))
 
     def _put(self, low: int, high: int, out: Tensor, lse: Tensor) -> None:
         self._make()
-        self.out[:, :, low:high], self.lse[:, :, low:high] = out, lse
+        run(self.out, low, high).copy_(out)
+        run(self.lse, low, high).copy_(lse)
 
     def _make(self) -> None:
         if self.out is None:
@@ -93,8 +91,8 @@ class _Merged:
 
     def __init__(self, q: Tensor, value_dim: int, span: Range, dtype: torch.dtype):
         self.low, self.high = span
-        self.q, self.value_dim, self.dtype = q[:, :, self.low : self.high], value_dim, dtype
-        self.filled: list[Range] = []
+        self.q, self.value_dim, self.dtype = run(q, *span), value_dim, dtype
+        self.filled: Sequence[Range] = []
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
@@ -102,21 +100,22 @@ class _Merged:
         """Add a result of rows from `first` on."""
         start = first - self.low
         stop = start + out.shape[2]
-        if self.out is None and (start, stop) == (0, self.q.shape[2]) and out.dtype == self.dtype:
+        if self.out is None and (start, stop) == (0, self.high - self.low) and out.dtype == self.dtype:
             self.out, self.lse, self.filled = out, lse, [(start, stop)]
             return
         if self.out is None:  # all of it will be written
             self.out = out_like(self.q, self.value_dim, fp32=self.dtype != self.q.dtype)
             self.lse = _no_keys(self.q)
         for begin, end, new in _split(start, stop, self.filled):
-            rows, part = slice(begin, end), slice(begin - start, end - start)
-            mine, theirs = out[:, :, part], lse[:, :, part]
+            mine, theirs = (run(x, begin - start, end - start) for x in (out, lse))
+            sum_, sum_lse = (run(x, begin, end) for x in (self.out, self.lse))
             if new:
-                self.out[:, :, rows] = mine
+                sum_.copy_(mine)
             else:
-                theirs = ops.accumulate_attention(self.out[:, :, rows], self.lse[:, :, rows], mine, theirs)
-            self.lse[:, :, rows] = theirs
-        self.filled = joined(sorted([*self.filled, (start, stop)]))
+                theirs = ops.accumulate_attention(sum_, sum_lse, mine, theirs)
+            sum_lse.copy_(theirs)
+        if not (self.filled and self.filled[0][0] <= start and stop <= self.filled[0][1]):
+            self.filled = joined(sorted([*self.filled, (start, stop)]))
 
     def total(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out and lse; sinks: one more logit of each head, which no call had."""
@@ -128,48 +127,43 @@ class _Merged:
 
 
 class Sum:
-    """A gradient from several calls: in fp32 if it has more than two parts, else rounded once, by their addition."""
+    """A gradient from several calls: in fp32 if it has more than two parts, else rounded once, by their addition.
+    tiled: the parts lie one after another and leave nothing out, so that none is added to another."""
 
-    def __init__(self, like: Tensor, parts: int, partial: torch.dtype):
-        self.like, self.partial, self.value = like, partial, None
+    def __init__(self, like: Tensor, parts: int, partial: torch.dtype, tiled: bool = False):
+        self.like, self.partial, self.value, self.tiled = like, partial, None, tiled
         self.dtype = torch.float32 if partial in SMALL and parts > 2 else partial
 
     def add(self, x: Tensor, at: int) -> None:
         """Add x [B, heads, T, D] to the tokens from `at`."""
-        whole = (at, x.shape[2]) == (0, self.like.shape[2])
-        if self.value is None and whole:
-            self.value = x.to(self.dtype)
-        else:
-            if self.value is None:
-                self.value = torch.zeros_like(self.like, dtype=self.dtype)
-            self.value[:, :, at : at + x.shape[2]].add_(x)
+        tokens = x.shape[2]
+        if self.value is None:
+            if tokens == self.like.shape[2]:
+                self.value = x if x.dtype == self.dtype else x.to(self.dtype)
+                return
+            make = torch.empty_like if self.tiled else torch.zeros_like
+            self.value = make(self.like, dtype=self.dtype)
+        place = run(self.value, at, at + tokens)
+        place.copy_(x) if self.tiled else place.add_(x)
 
     def total(self, dtype: torch.dtype) -> Tensor:
         """The sum, zeros where nothing was added."""
-        return torch.zeros_like(self.like, dtype=dtype) if self.value is None else self.value.to(dtype)
+        if self.value is None:
+            return torch.zeros_like(self.like, dtype=dtype)
+        return self.value if self.value.dtype == dtype else self.value.to(dtype)
 
     def write(self, into: Tensor) -> None:
         """Round the sum into `into`."""
         into.zero_() if self.value is None else into.copy_(self.value)
 
 
-def span(call: Call) -> Range:
-    """A call's queries."""
-    return call.q, call.q + call.tokens
+def run(x: Tensor, low: int, high: int) -> Tensor:
+    """Tokens from `low` to `high` of x [B, heads, T, ...]: x itself where these are all, which costs the host less."""
+    return x if high - low == x.shape[2] else x.narrow(2, low, high - low)
 
 
 def _no_keys(q: Tensor) -> Tensor:
     return q.new_full(q.shape[:3], NO_KEYS, dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-def _most(spans: Sequence[Range]) -> int:
-    """The most spans that one token lies in."""
-    ends = sorted([(start, 1) for start, _ in spans] + [(stop, -1) for _, stop in spans])
-    most = here = 0
-    for _, change in ends:
-        here += change
-        most = max(most, here)
-    return most
 
 
 def _split(start: int, stop: int, filled: Sequence[Range]) -> list[tuple[int, int, bool]]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,12 +17,12 @@ from tilesmith.distributed.parts import HeadPart
 from tilesmith.distributed.pieces import Call
 from tilesmith.distributed.ring import Answer, Parcel, Ring
 from tilesmith.distributed.schedule import Moves, Schedule, Stage, Transfer
+from tilesmith.distributed.sums import run
 
 Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
+class Work(NamedTuple):
     """One call of context-parallel attention on the ranks of this process; terms: of each of them. parts: of the
     forward and of the backward, heads that are worked on one part after another, so that keys of others and sums are
     those of a part; one part or none: all at once.
@@ -76,21 +75,13 @@ def parcels(ring: Ring, moves: Sequence[Transfer], sent: Shards, into: Shards) -
     return parcels
 
 
-Landing = list[tuple[Transfer, list[Tensor]]]
-
-
-def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, Landing]:
-    """Begin to send what ranks computed for others' tokens back to them."""
+def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, Shards]:
+    """Begin to send what ranks computed for others' tokens back to them; where it comes, one of the moves after the
+    other, [T, B, heads, D]."""
     back = moves.back
     sent = {r: [by_token(x) for x in tensors] for r, tensors in given.items()}
     into = {r: [x.new_empty(back.landed.get(r, 0), *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
-    posted = work.move(back, sent, into, step)
-    landing = [
-        (move, [x[way.to : way.to + way.tokens] for x in into[move.source]])
-        for move, way in zip(moves, back)
-        if move.source in into
-    ]
-    return posted, landing
+    return work.move(back, sent, into, step), into
 
 
 def through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
@@ -101,33 +92,31 @@ def through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None]
     """
     stages = work.schedule.stages
     own = {r: tensors[1:3] for r, tensors in shards.items()}
-    sent = {r: [by_token(x) for x in tensors] for r, tensors in own.items()}
+    sent = {r: [by_token(x) for x in tensors] for r, tensors in own.items()} if len(stages) > 1 else {}
     keys, pending = own, None
     for i, stage in enumerate(stages):
         if pending is not None:
             work.ring.wait(pending[0])
             keys = {r: [by_head(x) for x in tensors] for r, tensors in pending[1].items()}
             pending = None
-        following = stages[i + 1 : i + 2]
-        step, late = f"{what}, step {i + 1} of {len(stages) - 1}", i == 0 and work.early and work.comparing
+        following = stages[i + 1] if i + 1 < len(stages) else None
+        step = f"{what}, step {i + 1} of {len(stages) - 1}" if following else ""
+        late = i == 0 and work.early and work.comparing
         if following and not late:
-            pending = fetch(work, following[0], sent, step)
+            pending = fetch(work, following, sent, step)
         try:
             compute(stage, keys)
         except BaseException:  # the other ranks' transfers end, and so do ours, before their memory is given up
             with contextlib.suppress(Exception):
                 if following:
-                    work.ring.wait((pending or fetch(work, following[0], sent, step))[0])
+                    work.ring.wait((pending or fetch(work, following, sent, step))[0])
             raise
         if following and late:
-            pending = fetch(work, following[0], sent, step)
+            pending = fetch(work, following, sent, step)
 
 
 def fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict[int, list[Tensor]]]:
-    into = {}
-    for r, tensors in sent.items():
-        tokens = sum(stop - start for start, stop in stage.held[r])
-        into[r] = [x.new_empty(tokens, *x.shape[1:]) for x in tensors]
+    into = {r: [x.new_empty(stage.tokens[r], *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
     return work.move(stage.transfers, sent, into, step), into
 
 
@@ -147,8 +136,8 @@ def of_rank(work: Work, rank: int) -> Terms:
 
 
 def cut(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, keys = slice(call.q, call.q + call.tokens), slice(call.k, call.k + call.keys)
-    return q[:, :, rows], k[:, :, keys], v[:, :, keys]
+    first, last = call.k, call.k + call.keys
+    return run(q, *call.span), run(k, first, last), run(v, first, last)
 
 
 def by_token(x: Tensor) -> Tensor:

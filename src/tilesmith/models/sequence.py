@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, Ring, context_parallel_attention, ring_of
-from tilesmith.distributed.attention import MODES
 from tilesmith.distributed.layout import boundaries
+from tilesmith.distributed.prepared import MODES
 from tilesmith.models.attention.interface import needs_transformers
 from tilesmith.models.attention.masks import KeyMask, _rule
 from tilesmith.models.attention.modules import computes_mask, uses_interface

@@ -1,0 +1,117 @@
+"""What a call of `context_parallel_attention` costs the host beside its kernels and its transfers, on any machine.
+
+    python benchmarks/ring_host.py [--calls 1000] [--profile causal|packed|window]
+
+Rank 0 of two, on a CPU: tensors of a few elements, kernels that make results of the right shapes and compute nothing, a
+ring that compares and moves nothing. A row of JSON for each case: the least and the median microseconds of this
+thread's time, forward and backward; about 7 and 16 of the least are autograd's own. Other work on the machine adds to
+the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tilesmith.bench.context_parallel_problems import Problem, documents_of
+from tilesmith.bench.one_rank import OneRank
+from tilesmith.distributed import context_parallel_attention, kernels, sums
+
+CASES = {
+    "causal": Problem("causal", 256, 2, 2, 2),
+    "packed": Problem("packed documents", 2048, 2, 2, 2, lengths=documents_of(2048)),
+    "window": Problem("window 128 with sinks", 1024, 2, 1, 2, window=127, sinks=True),
+}
+
+
+class Nothing(kernels.Ours):
+    """Arguments as of `Ours`, results of no value."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, terms: Any, summand: bool) -> tuple[Tensor, Tensor]:
+        """Memory of the right shapes."""
+        kernels._mask_and_score(call, terms)
+        kernels._packed(call, q.device)
+        return torch.empty(q.shape, dtype=self.summand(q) if summand else q.dtype), torch.empty(q.shape[:3])
+
+    def backward(self, dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """Memory of the right shapes."""
+        *_, call, terms, summand = rest
+        kernels._mask_and_score(call, terms)
+        kernels._packed(call, q.device)
+        dtype = self.summand(q) if summand else q.dtype
+        found = [torch.empty(x.shape, dtype=dtype) for x in (q, k, v)]
+        return tuple(found) if terms.sinks is None else (*found, torch.empty_like(terms.sinks))
+
+
+class Still(OneRank):
+    """Moves nothing, and copies nothing either."""
+
+    def move(self, *_: Any) -> bool:
+        """Done."""
+        return True
+
+
+def passes(problem: Problem) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
+    """Forward, and backward of its result."""
+    layout, heads = problem.layout(2), (problem.heads, problem.kv_heads, problem.kv_heads)
+    ring, mask, starts = Still(2, 0), problem.mask, problem.starts
+    shape = layout.local, problem.dim
+    q, k, v = (torch.randn(1, h, *shape, dtype=torch.bfloat16, requires_grad=True) for h in heads)
+    sinks = torch.zeros(problem.heads, requires_grad=True) if problem.sinks else None
+    wanted, dout = [x for x in (q, k, v, sinks) if x is not None], torch.randn_like(q)
+
+    def forward() -> Tensor:
+        return context_parallel_attention(
+            q, k, v, ring, mask, mode="allgather", layout=layout, cu_seqlens=starts, sinks=sinks, kernel="nothing"
+        )[0]
+
+    return forward, lambda out: torch.autograd.grad(out, wanted, dout)
+
+
+def measured(problem: Problem, calls: int) -> dict[str, list[float]]:
+    """The least and the median of each pass, in microseconds."""
+    forward, backward = passes(problem)
+    taken: dict[str, list[float]] = {"forward": [], "backward": []}
+    for _ in range(calls + 5):
+        began = time.thread_time()
+        out = forward()
+        between = time.thread_time()
+        backward(out)
+        ended = time.thread_time()
+        taken["forward"].append((between - began) * 1e6)
+        taken["backward"].append((ended - between) * 1e6)
+    return {name: [round(min(all_[5:])), round(statistics.median(all_[5:]))] for name, all_ in taken.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--profile", choices=CASES)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    kernels.KERNELS["nothing"] = Nothing()
+    merge = mock.patch.object(sums.ops, "accumulate_attention", lambda out, lse, more, more_lse: more_lse)
+    with merge, torch.autograd.set_multithreading_enabled(False):
+        for name, problem in CASES.items():
+            sys.stdout.write(json.dumps({"case": name, **measured(problem, given.calls)}) + "\n")
+        if given.profile:
+            forward, backward = passes(CASES[given.profile])
+            with cProfile.Profile() as profile:
+                for _ in range(given.calls):
+                    backward(forward())
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
+if __name__ == "__main__":
+    main()
