@@ -150,6 +150,17 @@ def test_what_arrives_is_what_was_sent(ranks, monkeypatch, size):
     assert ranks(size, work) == ["right"] * size
 
 
+def test_a_rank_may_hold_no_tokens(ranks):
+    moves = Moves([Transfer(0, 1, 0, 0, 5)])
+
+    def work(rank, memory):
+        sent, into = torch.arange(5.0 * (1 - rank)).view(-1, 1, 1, 1), torch.zeros(5 * rank, 1, 1, 1)
+        memory.wait(memory.move(moves, [sent], [into]))
+        return into.flatten().tolist()
+
+    assert ranks(2, work) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
 def test_an_exchange_that_is_too_large_is_left_to_others(ranks, monkeypatch):
     monkeypatch.setattr(peer_memory, "MOST", 1 << 12)
     moves = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 1)])
