@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optimize_models import Calls, ops_everywhere, rows_of  # noqa: F401
+from tilesmith.engine import use
 from tilesmith.models import optimize, undo
 from tilesmith.rewrite import RewriteError
 
@@ -230,6 +231,23 @@ class Gated(nn.Module):
     def forward(self, x):
         """b is the gate."""
         return self.c(self.drop(self.a(x) * self.act(self.b(x)).clamp(max=self.limit)))
+
+
+def test_an_activation_that_is_changed_later_is_called():
+    """Put in anew, or by its own setting; of the same class."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Gated(nn.GELU()).eval())
+    model, x = optimize(copy.deepcopy(plain)), 3 * torch.randn(5, 12)
+    with use(geglu="reference"):
+        torch.testing.assert_close(model(x), plain(x))
+        for m in (model, plain):
+            m[0].act = nn.GELU("tanh")
+        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-7)
+        for m in (model, plain):
+            m[0].act.approximate = "none"
+        before = model.tilesmith_report.calls()["geglu"]
+        torch.testing.assert_close(model(x), plain(x))
+        assert model.tilesmith_report.calls()["geglu"] == before + 1  # as it was found
 
 
 class PackedMLP(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,30 @@ def observed(module: nn.Module) -> bool:
     return any(hooks) or "forward" in module.__dict__
 
 
-def untouched(children: tuple[tuple[str, type], ...]) -> Callable[[nn.Module], bool]:
-    """What tells of a module whether the children that an op passes over, given by (name, class), are still of these
-    classes, and whether nobody observes them."""
-    classes = dict(children)
-    names = tuple(classes)
+class PassedOver(NamedTuple):
+    """A child that an op passes over: its name, its class, and its numbers, strings and flags, such as a GELU's
+    `approximate`."""
+
+    name: str
+    cls: type
+    settings: tuple[tuple[str, Any], ...]
+
+
+def passed_over(children: Iterable[tuple[str, nn.Module]]) -> tuple[PassedOver, ...]:
+    """What is to be remembered of children, given by (name, module)."""
+    return tuple(PassedOver(name, original_class(type(child)), _settings(child)) for name, child in children)
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    own = ((name, value) for name, value in vars(module).items() if name != "training" and not name.startswith("_"))
+    return tuple(sorted((name, value) for name, value in own if type(value) in (bool, int, float, str)))
+
+
+def untouched(children: tuple[PassedOver, ...]) -> Callable[[nn.Module], bool]:
+    """What tells of a module whether the children that an op passes over are still of these classes with these
+    settings, and whether nobody observes them."""
+    classes = {child.name: child.cls for child in children}
+    settings = {child.name: child.settings for child in children}
 
     @torch_private.constant_in_graphs
     def is_original(name: str, cls: type) -> bool:
@@ -45,9 +65,12 @@ def untouched(children: tuple[tuple[str, type], ...]) -> Callable[[nn.Module], b
 
     def as_it_was(module: nn.Module, name: str) -> bool:
         child = module._modules.get(name)
-        return is_original(name, type(child)) and not observed(child)
+        if not is_original(name, type(child)) or observed(child):
+            return False
+        held = child.__dict__
+        return all(held.get(setting) == value for setting, value in settings[name])
 
-    return lambda module: all(as_it_was(module, name) for name in names)
+    return lambda module: all(as_it_was(module, name) for name in classes)
 
 
 def all_observed() -> str:

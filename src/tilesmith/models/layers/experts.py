@@ -30,7 +30,7 @@ from tilesmith.models.layers.stacked_experts import (
     quantised,
     recognise,
 )
-from tilesmith.models.reach import observed, ran, reaches, untouched
+from tilesmith.models.reach import PassedOver, observed, passed_over, ran, reaches, untouched
 from tilesmith.nn.norm import CASTER, casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
@@ -105,10 +105,10 @@ def _served(args: tuple, more: Iterable[Any] = ()) -> bool:
 
 @dataclass(frozen=True)
 class ExpertsForm(Form):
-    """Stacked experts by the op. passed_over: (name, class) of the children that are not called any more."""
+    """Stacked experts by the op. passed_over: the children that are not called any more."""
 
     experts: StackedExperts
-    passed_over: tuple[tuple[str, type], ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         found, as_it_was = self.experts, untouched(self.passed_over)
@@ -138,13 +138,13 @@ class ExpertsForm(Form):
 class LoraExpertsForm(Form):
     """PEFT's wrappers around stacked experts, of which the outermost is swapped: the op adds the adapters.
 
-    names: what the forward of the experts calls tokens, experts and their weights. passed_over: their children, by
-    (name, class), which are not called any more.
+    names: what the forward of the experts calls tokens, experts and their weights. passed_over: their children, which
+    are not called any more.
     """
 
     experts: StackedExperts
     names: tuple[str, ...]
-    passed_over: tuple[tuple[str, type], ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
         found, as_it_was = self.experts, untouched(self.passed_over)
@@ -227,6 +227,6 @@ def _only(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> bool:
     return len(args) + len(kwargs) == len(names) and all(name in names for name in kwargs)
 
 
-def _children(module: nn.Module) -> tuple[tuple[str, type], ...]:
-    """The children of experts, such as their activation, by (name, class); not the one that casts to 8 bits."""
-    return tuple((name, original_class(type(c))) for name, c in module.named_children() if name != CASTER)
+def _children(module: nn.Module) -> tuple[PassedOver, ...]:
+    """The children of experts, such as their activation; not the one that casts to 8 bits."""
+    return passed_over((name, child) for name, child in module.named_children() if name != CASTER)

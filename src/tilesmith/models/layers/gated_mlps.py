@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine import torch_private
-from tilesmith.models.reach import observed, ran, reaches, untouched
+from tilesmith.models.reach import PassedOver, observed, passed_over, ran, reaches, untouched
 from tilesmith.nn.norm import CASTER, has_caster
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
@@ -47,11 +47,11 @@ class GatedMlp(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedMlpForm(Form):
-    """A gated MLP by the op. passed_over: (name, class) of the children that are not called any more. recompute: the
-    backward computes the inner product again."""
+    """A gated MLP by the op. passed_over: the children that are not called any more. recompute: the backward computes
+    the inner product again."""
 
     mlp: GatedMlp
-    passed_over: tuple[tuple[str, type], ...]
+    passed_over: tuple[PassedOver, ...]
     recompute: bool = True
 
     @property
@@ -213,8 +213,7 @@ def recognise(module: nn.Module) -> GatedMlpForm:
 
 def _passing_over(plain: dict[str, nn.Module], mlp: GatedMlp) -> GatedMlpForm:
     called = (mlp.inner_dropout, mlp.outer_dropout)
-    rest = tuple((name, original_class(type(child))) for name, child in plain.items() if name not in called)
-    return GatedMlpForm(mlp, rest)
+    return GatedMlpForm(mlp, passed_over((name, child) for name, child in plain.items() if name not in called))
 
 
 def _agrees(twin: nn.Module, mlp: GatedMlp, x: Tensor, found: Any) -> bool:
