@@ -136,7 +136,7 @@ def _tensors(call, plan: Plan, gradients: dict[str, Tensor], dsinks: Tensor) -> 
         dout = torch.zeros_like(out)
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
-    given = call_tensors(call, plan, out, call.lse) | gradients
+    given = call_tensors(call, out, call.lse) | gradients
     factor = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
     kept = None
     if call.dropout_p > 0.0:
