@@ -132,8 +132,7 @@ def attend(
         "k": T(batch, kv_heads, keys, dim, **kind),
         "v": T(batch, kv_heads, keys, dim_v or dim, **kind),
     }
-    rows = {"kv_lengths", "prefix_lengths"} & options.keys()
-    for name in rows:
+    for name in [n for n in ("kv_lengths", "prefix_lengths") if n in options]:
         values = options.pop(name)
         args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
     for name in [n for n in ("cu_seqlens_q", "cu_seqlens_k") if n in options]:
