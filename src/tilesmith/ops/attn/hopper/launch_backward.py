@@ -34,7 +34,8 @@ from tilesmith.ops.attn.hopper.packed import key_tiles_kernel, query_tiles_kerne
 from tilesmith.ops.attn.hopper.window_backward import attention_window_vjp_kernel
 from tilesmith.ops.attn.plan import Plan, shape_of, tables
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
-from tilesmith.ops.attn.plan.hopper_backward import hopper_backward, is_narrow_vjp
+from tilesmith.ops.attn.plan.hopper_backward import hopper_backward
+from tilesmith.ops.attn.plan.hopper_backward_tiles import is_narrow_vjp
 from tilesmith.ops.attn.plan.shape import window_of
 from tilesmith.ops.attn.reference import gradient_like
 
