@@ -13,6 +13,12 @@ from torch import Tensor
 from tilesmith.engine.registry import family_of, ops
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+TEST = frozenset({"test"})  # the tags of a Case
+SMALL = frozenset({"test", "interpret"})
+GPU = frozenset({"gpu"})
+BENCH = frozenset({"gpu", "bench", "tune"})
+
+Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
 
 
 @dataclass(frozen=True, init=False)
@@ -29,7 +35,7 @@ class T:
     dtype: torch.dtype | None
     grad: bool
     layout: str
-    init: str | Callable[[torch.Generator, tuple[int, ...], torch.device], Tensor]
+    init: str | Init
     columns_of: str | None
 
     def __init__(

@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import far_heads, tokens_first
+from tilesmith.engine.case import BENCH, GPU, SMALL, far_heads, tokens_first
 from tilesmith.ops.rotary import norm_cases
 from tilesmith.ops.rotary.norm_cases import normed
 
-SMALL = frozenset({"test", "interpret"})
-BENCH = frozenset({"gpu", "bench", "tune"})
-GPU = frozenset({"gpu"})
 TILES = frozenset({"test", "compile"})  # shapes that Hopper's kernels serve
 
 

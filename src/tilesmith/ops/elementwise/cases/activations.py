@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import far_rows
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
 ROWS = (
     (131_072, 1024), (16_384, 4096), (16_384, 8192), (8192, 16_384), (4096, 32_768), (2048, 65_536), (1024, 131_072),

@@ -6,13 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import far_rows
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows
 from tilesmith.ops.elementwise.cases.activations import passes
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -3,8 +3,8 @@
 import torch
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import far_rows
-from tilesmith.ops.elementwise.cases.activations import BENCH, GPU, HALVES, SMALL, half, passes, tails
+from tilesmith.engine.case import BENCH, GPU, SMALL, far_rows
+from tilesmith.ops.elementwise.cases.activations import HALVES, half, passes, tails
 
 
 def _args(*shape: int, **how: object) -> dict:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, TEST
 from tilesmith.ops.moe.cases import fp8
 from tilesmith.ops.moe.cases.draws import (
     Init,
@@ -20,11 +21,8 @@ from tilesmith.ops.moe.cases.draws import (
 )
 from tilesmith.ops.moe.reference import GATED, UNGATED
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
 BIG = frozenset({"gpu"})
 COMPILE = frozenset({"compile", "gpu"})  # in the configuration of large calls
-BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 INTERPRETED = ("geglu", "relu_squared")  # the elementwise family has the others in Triton's interpreter
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}

@@ -1,11 +1,11 @@
 """How the tensors of the moe family's cases are drawn: weights, shares of a token's experts, which experts it has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
+from tilesmith.engine.case import Init
 
 
 def unit_outputs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:

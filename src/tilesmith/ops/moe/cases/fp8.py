@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, TEST
 from tilesmith.ops.moe.cases.draws import Init, always, shares, uniform, with_sentinels, zipf
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
 BIG = frozenset({"gpu"})
 COMPILE = frozenset({"compile", "gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 ONCE = (torch.float32,)  # the dtypes are those of the arguments
 COMPILED = (torch.bfloat16,)
 E4M3 = torch.float8_e4m3fn

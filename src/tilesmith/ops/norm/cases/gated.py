@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import far_rows
+from tilesmith.engine.case import BENCH, GPU, SMALL, far_rows
 
-SMALL = frozenset({"test", "interpret"})
-BENCH = frozenset({"gpu", "bench", "tune"})
-GPU = frozenset({"gpu"})
 HALVES = (torch.float16, torch.bfloat16)
 WIDE = (torch.float32,)
 

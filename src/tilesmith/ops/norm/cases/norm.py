@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import far_rows, tokens_first
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows, tokens_first
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
 
 
