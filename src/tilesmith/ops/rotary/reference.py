@@ -122,7 +122,12 @@ def angles_of(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, heads, T, D] with its first R features rotated by the angles [B or 1, T, R/2], in x's memory order."""
+    """`turned` in x's dtype and memory order."""
+    return torch.empty_like(x).copy_(turned(x, cos, sin, interleaved))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, heads, T, D] with its first R features rotated by the angles [B or 1, T, R/2], in fp32 (fp64 for fp64)."""
     acc = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos[:, None].to(acc), sin[:, None].to(acc)
     pairs = cos.shape[-1]
@@ -131,6 +136,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
         first, second = rotated[..., :pairs], rotated[..., pairs:]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.empty_like(x).copy_(torch.cat((turned, rest), dim=-1))
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    both = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((both, rest), dim=-1)
