@@ -37,7 +37,7 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> norms.Fo
 
 
 def _reasons(call: Any) -> list[str]:
-    return norms._reasons(call._replace(seed=None))
+    return norms.norm_reasons(call._replace(seed=None))
 
 
 @register_kernel(

@@ -199,7 +199,7 @@ def launch_backward(
     add_partials(tuple(sums), (None if dweight is None else dweight.view(-1), dbias))
 
 
-def _reasons(call: Any) -> list[str]:
+def norm_reasons(call: Any) -> list[str]:
     return [
         f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
         for name, facts in call._asdict().items()
@@ -300,7 +300,7 @@ BACKWARD_CHOICES = {
 }
 
 
-@register_kernel("rms_norm", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_arguments(forward_tells))
+@register_kernel("rms_norm", backend="triton", rank=20, rejects=norm_reasons, tells=rms_norm_arguments(forward_tells))
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norm_dims(x, x, weight),
@@ -316,7 +316,7 @@ def rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tenso
 
 
 @register_kernel(
-    "rms_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_vjp_arguments(backward_tells)
+    "rms_norm_vjp", backend="triton", rank=20, rejects=norm_reasons, tells=rms_norm_vjp_arguments(backward_tells)
 )
 @optimize_kernel(
     space=Space(
@@ -331,7 +331,9 @@ def rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
     return _backward(gradient_of(call), config)[:2]
 
 
-@register_kernel("layer_norm", backend="triton", rank=20, rejects=_reasons, tells=layer_norm_arguments(forward_tells))
+@register_kernel(
+    "layer_norm", backend="triton", rank=20, rejects=norm_reasons, tells=layer_norm_arguments(forward_tells)
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, bias, eps: norm_dims(x, x, weight, bias),
@@ -349,7 +351,7 @@ def layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Ten
 
 
 @register_kernel(
-    "layer_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=layer_norm_vjp_arguments(backward_tells)
+    "layer_norm_vjp", backend="triton", rank=20, rejects=norm_reasons, tells=layer_norm_vjp_arguments(backward_tells)
 )
 @optimize_kernel(
     space=Space(
@@ -365,7 +367,7 @@ def layer_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Ten
 
 
 @register_kernel(
-    "add_rms_norm", backend="triton", rank=20, rejects=_reasons, tells=add_rms_norm_arguments(forward_tells)
+    "add_rms_norm", backend="triton", rank=20, rejects=norm_reasons, tells=add_rms_norm_arguments(forward_tells)
 )
 @optimize_kernel(
     space=Space(
@@ -382,7 +384,11 @@ def add_rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[T
 
 
 @register_kernel(
-    "add_rms_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=add_rms_norm_vjp_arguments(backward_tells)
+    "add_rms_norm_vjp",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=add_rms_norm_vjp_arguments(backward_tells),
 )
 @optimize_kernel(
     space=Space(
@@ -398,7 +404,7 @@ def add_rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "add_layer_norm", backend="triton", rank=20, rejects=_reasons, tells=add_layer_norm_arguments(forward_tells)
+    "add_layer_norm", backend="triton", rank=20, rejects=norm_reasons, tells=add_layer_norm_arguments(forward_tells)
 )
 @optimize_kernel(
     space=Space(
@@ -417,7 +423,7 @@ def add_layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple
     "add_layer_norm_vjp",
     backend="triton",
     rank=20,
-    rejects=_reasons,
+    rejects=norm_reasons,
     tells=add_layer_norm_vjp_arguments(backward_tells),
 )
 @optimize_kernel(
