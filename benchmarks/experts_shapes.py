@@ -53,14 +53,14 @@ def value_cases(group: str, device: str) -> list[Case]:
         names = ("few_sentinels", "few_of_one_expert", "few_interleaved", "few_tokens", "decode", "decode_one")
         return [case for case in cases("experts") if case.name in names[: 3 if device == "cpu" else None]]
     plain = {
-        "one_tile": made._experts(1024, 256, 136, 64, 10),
-        "ragged": made._experts(66, 72, 40, 5, 2),
-        "one_has_all": made._experts(700, 264, 136, 4, 1, indices=made._one(2)),
+        "one_tile": made.experts_args(1024, 256, 136, 64, 10),
+        "ragged": made.experts_args(66, 72, 40, 5, 2),
+        "one_has_all": made.experts_args(700, 264, 136, 4, 1, indices=made.always(2)),
     }
     options = {
-        "sentinels": made._experts(300, 136, 72, 3, 4, indices=made._with_sentinels(3), bias=True),
+        "sentinels": made.experts_args(300, 136, 72, 3, 4, indices=made.with_sentinels(3), bias=True),
         "gpt_oss": made._clamped(
-            made._experts(150, 136, 200, 4, 2, bias=True, weight_layout="transposed", **made.GPT_OSS), 0.6
+            made.experts_args(150, 136, 200, 4, 2, bias=True, weight_layout="transposed", **made.GPT_OSS), 0.6
         ),
     }
     return [Case(name, a, made.BIG, BF16) for name, a in (options if group == "options" else plain).items()]
@@ -160,7 +160,7 @@ def decode(device: str, tokens: tuple[int, ...] = (1, 4, 16)) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (hidden, inner, experts, top_k) in DECODE.items():
         for count in tokens:
-            args = inputs(Case("x", made._experts(count, hidden, inner, experts, top_k), made.BIG, BF16), device)
+            args = inputs(Case("x", made.experts_args(count, hidden, inner, experts, top_k), made.BIG, BF16), device)
             with torch.no_grad():
                 rows = timed(decoding(args, device), device)
             _, gate_up, down, indices = args[:4]

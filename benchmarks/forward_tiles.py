@@ -58,7 +58,7 @@ def launched(call: Any, *, config: HopperConfig) -> tuple[torch.Tensor, torch.Te
 
     plan = plan_for(shape_of(call), config)
     out, lse = outputs(call, plan)
-    execute(plan, KERNELS, call_tensors(call, plan, out, lse), describe, call.q.device, call.q.dtype)
+    execute(plan, KERNELS, call_tensors(call, out, lse), describe, call.q.device, call.q.dtype)
     return out, lse
 
 

@@ -9,7 +9,8 @@ from tilesmith.hardware.detect import arch_named
 from tilesmith.ops.attn.plan import Plan, Shape, tables
 from tilesmith.ops.attn.plan.configs import LatentConfig
 from tilesmith.ops.attn.plan.decode import hopper_cluster, hopper_latent, hopper_split
-from tilesmith.ops.attn.plan.hopper_backward import hopper_backward, is_narrow_vjp
+from tilesmith.ops.attn.plan.hopper_backward import hopper_backward
+from tilesmith.ops.attn.plan.hopper_backward_tiles import is_narrow_vjp
 from tilesmith.ops.attn.plan.hopper_forward import hopper_forward
 from tilesmith.ops.attn.plan.shape import window_of
 

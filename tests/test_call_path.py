@@ -19,7 +19,7 @@ import torch
 from tilesmith.engine import Case, launcher, ops
 from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named, assuming
-from tilesmith.ops.attn.cases.attention import _attend
+from tilesmith.ops.attn.cases.attention import attend
 from tilesmith.validate.cases import outputs_and_gradients
 from tilesmith.validate.offline import _Tap
 
@@ -53,7 +53,7 @@ def paths(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(launcher, "_offline", lambda *given: None)
     op, found = ops()["attention"], {}
-    case = Case("one", _attend(1, 2, 2, 600, 600, 128, causal=True), frozenset(), (torch.bfloat16,))
+    case = Case("one", attend(1, 2, 2, 600, 600, 128, causal=True), frozenset(), (torch.bfloat16,))
     args = op.bind((), case.build(torch.device("cpu"), torch.bfloat16, case.generator()))
     taps = [_Tap(each, "hopper", arch_named("sm90")) for each in (op, op.vjp)]
 

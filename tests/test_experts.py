@@ -580,7 +580,7 @@ def test_rows_are_gathered_and_summed_where_they_lie():
         x, scales = torch.randn(tokens, hidden, device=DEVICE), torch.rand(tokens, top_k, device=DEVICE)
         groups = group(indices, experts, 128)
         pre = torch.full((tokens * top_k, 72), torch.nan, device=DEVICE)
-        found, place = launch._gathered(x, groups, experts, top_k), launch._places(groups, experts, pre)
+        found, place = launch._gathered(x, groups, experts, top_k), launch.places_of(groups, experts, pre)
         count = int(((indices >= 0) & (indices < experts)).sum())
         order = groups.order.long()
         assert torch.equal(found[:count], x[order[:count] // top_k])

@@ -26,7 +26,7 @@ from tilesmith.ops.attn.op import attention_op, attention_vjp
 from tilesmith.ops.attn.plan import Shape
 from tilesmith.ops.attn.plan.configs import HopperConfig, HopperVjpConfig
 from tilesmith.ops.attn.plan.decode import scattered, unit_count, unit_heads
-from tilesmith.ops.attn.plan.hopper_backward import kv_heads_together, list_parts, rings
+from tilesmith.ops.attn.plan.hopper_backward_tiles import kv_heads_together, list_parts, rings
 from tilesmith.ops.attn.plan.hopper_bands import WORKSPACE, bands, extent, workspace
 from tilesmith.ops.attn.plan.hopper_forward import divided, hopper_forward
 

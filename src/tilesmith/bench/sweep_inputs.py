@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import T
+from tilesmith.engine.case import tokens_first
 from tilesmith.ops.loss.formulas import PairOptions
 
 Args = dict[str, Any]
@@ -61,12 +62,6 @@ def _probs(generator: torch.Generator, shape: Sequence[int], device: torch.devic
 
 def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([1234, 0], device=device)
-
-
-def tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, D] laid out [B, T, H, D], as projections give it."""
-    batch, heads, tokens, dim = shape
-    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
 
 
 def _angles(function: Callable[[Tensor], Tensor]):

@@ -14,8 +14,9 @@ import torch
 
 from tilesmith.bench.document import document
 from tilesmith.bench.run import case_rows, ceilings
-from tilesmith.bench.sweep_inputs import INPUTS, LARGE, tokens_first
+from tilesmith.bench.sweep_inputs import INPUTS, LARGE
 from tilesmith.engine import Case, T, ops
+from tilesmith.engine.case import tokens_first
 
 try:
     import tomllib

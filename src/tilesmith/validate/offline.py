@@ -23,17 +23,10 @@ from tilesmith.validate.cases import outputs_and_gradients
 _ARCHS = {("cuda", 80): "sm80", ("cuda", 90): "sm90", ("cuda", 100): "sm100"}
 
 
-def compile_family(
-    family: str,
-    target: Any,
-    dtype: torch.dtype = torch.bfloat16,
-    names: Sequence[str] = (),
-    served: tuple[str, ...] = ("triton", "hopper"),
-) -> list[tuple[str, str, Any]]:
-    """Every device kernel that the family's Triton launchers launch for its first test cases, compiled for `target`;
-    or, in any case, those that the named cases launch.
+def compile_family(family: str, target: Any, names: Sequence[str] = ()) -> list[tuple[str, str, Any]]:
+    """Every device kernel that the family's launchers launch for its first test cases in bf16, compiled for `target`;
+    with `names`, those that the cases of these names launch.
 
-    served: how the names of the backends begin.
     Returns (op, kernel name, triton's compiled object); of each op, or named case, one configuration, that of the
     target's architecture.
     """
@@ -43,9 +36,9 @@ def compile_family(
         if not op.reference.__module__.startswith(f"tilesmith.ops.{family}.") or op.name.endswith("_vjp"):
             continue
         compiled: list[tuple[str, Any]] = []
-        for case in [c for c in cases(op.name) if _chosen(c, names) and dtype in c.dtypes]:
+        for case in [c for c in cases(op.name) if _chosen(c, names) and torch.bfloat16 in c.dtypes]:
             one: list[tuple[str, Any]] = [] if names else compiled
-            _launch_all(op, case, dtype, target, arch, served, one)
+            _launch_all(op, case, target, arch, one)
             compiled += one if names else []
         found += [(op.name, name, kernel) for name, kernel in compiled]
     return found
@@ -55,13 +48,11 @@ def _chosen(case: Any, names: Sequence[str]) -> bool:
     return case.name in names if names else bool({"interpret", "compile"} & case.tags)
 
 
-def _launch_all(
-    op: Op, case: Any, dtype: torch.dtype, target: Any, arch: Any, served: tuple[str, ...], compiled: list
-) -> None:
+def _launch_all(op: Op, case: Any, target: Any, arch: Any, compiled: list) -> None:
     """Call the launchers, forward and backward, with CPU tensors while `launch` compiles."""
-    args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
-    if (target.backend, target.arch) != ("cuda", 90):
-        served = tuple(b for b in served if b != "hopper")
+    args = op.bind((), case.build(torch.device("cpu"), torch.bfloat16, case.generator()))
+    on_hopper = (target.backend, target.arch) == ("cuda", 90)
+    served = ("triton", "hopper") if on_hopper else ("triton",)
     both = [op] if op.vjp is None else [op, op.vjp]
     for backend in dict.fromkeys(b for x in both for b in x.backends() if b.startswith(served)):
         taps = [_Tap(x, backend, arch) for x in both if backend in x.backends()]

@@ -38,15 +38,13 @@ def shared_out(op_name: str, count: int) -> Iterator[tuple[str, range]]:
         yield kind, range((count + len(every) - 1 - place) // len(every))
 
 
-def check_kind(
-    op_name: str, kind: str, device: torch.device | str, numbers: Sequence[int], longest: int | None = None
-) -> Iterator[Result]:
+def check_kind(op_name: str, kind: str, device: torch.device | str, numbers: Sequence[int]) -> Iterator[Result]:
     """The op's kernels on this device on some cases of one kind; the reference where there are none."""
     op, kind_of = ops()[op_name], kinds(op_name)[kind]
     device = torch.device(device)
     backends = [b for b in backends_on(op, device) if b not in kind_of.without]
     backends = [b for b in backends if b != REFERENCE] or [REFERENCE]
     for number in numbers:
-        case = kind_of.sample(kind, number, longest)
+        case = kind_of.sample(kind, number)
         for dtype in case.dtypes:
             yield from check_each(op, backends, case, device, dtype, runs=1)

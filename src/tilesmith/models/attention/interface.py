@@ -112,28 +112,28 @@ def attention_forward(
     if not reaches("attention", query):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         return _own_attention(module, query, key, value, attention_mask, causal, **options)
-    bias, lengths = position_bias, None
-    if isinstance(attention_mask, KeyMask):
-        mask, lengths = attention_mask.mask(), attention_mask.lengths
-    elif attention_mask is not None and attention_mask.dtype is not torch.bool:
-        mask, bias = ops.Mask(), attention_mask if bias is None else attention_mask + bias
-    else:
-        # PyTorch's causality begins with the first key, ours ends with the last
-        behind = max(tokens - key.shape[2], 0) if causal else 0
-        window = (-1, behind) if behind else None
-        mask = ops.Mask(causal=causal and not behind, window=window, dense=attention_mask)
+    behind = max(tokens - key.shape[2], 0) if causal else 0
+    mask, bias, lengths = _mask_of(attention_mask, position_bias, causal, behind)
+    score = ops.Score(scale=scaling, softcap=softcap or 0.0, bias=bias)
     ran(module, "attention")
-    out, _ = ops.attention(
-        query,
-        key,
-        value,
-        mask,
-        ops.Score(scale=scaling, softcap=softcap or 0.0, bias=bias),
-        sinks=s_aux,
-        dropout_p=dropout,
-        kv_lengths=lengths,
-    )
+    out, _ = ops.attention(query, key, value, mask, score, sinks=s_aux, dropout_p=dropout, kv_lengths=lengths)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _mask_of(
+    attention_mask: Tensor | KeyMask | None, position_bias: Tensor | None, causal: bool, behind: int
+) -> tuple[ops.Mask, Tensor | None, Tensor | None]:
+    """What a model's mask is to the op: its mask, its bias, and how many keys each row of the batch has.
+
+    behind: by how many the queries outnumber the keys. PyTorch's causality begins with the first key, ours ends with
+    the last.
+    """
+    if isinstance(attention_mask, KeyMask):
+        return attention_mask.mask(), position_bias, attention_mask.lengths
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        return ops.Mask(), attention_mask if position_bias is None else attention_mask + position_bias, None
+    window = (-1, behind) if behind else None
+    return ops.Mask(causal=causal and not behind, window=window, dense=attention_mask), position_bias, None
 
 
 def _shared_by_torch() -> bool:

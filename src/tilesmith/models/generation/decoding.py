@@ -109,7 +109,7 @@ class Decoding:
         ):
             if check:
                 return check
-        return _of_cache(told.get(cache_name(told)), told.get("attention_mask"), generation_config)
+        return _of_cache(told.get(cache_name(told)), told.get("attention_mask"))
 
     def _generate(
         self,
@@ -279,7 +279,7 @@ def _of_model(model: nn.Module) -> str:
     return f"{hooked[0] or 'the model'} has hooks" if hooked else ""
 
 
-def _of_cache(cache: Any, mask: Tensor | None, config: Any) -> str:
+def _of_cache(cache: Any, mask: Tensor | None) -> str:
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
     if cache is None:

@@ -40,7 +40,7 @@ def deferred(tree: ast.FunctionDef, norms: tuple[str, ...], functions: tuple[str
         if len(calls) != 1:
             continue
         names = [argument.id for argument in calls[0].args[:2]]
-        made = [_made(tree.body[:at], statement, name, norms) for name in names]
+        made = [_made(tree.body[:at], name, norms) for name in names]
         if names[0] == names[1] or None in made:
             continue
         (q_at, q_call, q_turned, q_rows), (k_at, k_call, k_turned, k_rows) = made
@@ -118,11 +118,9 @@ def _rotates(node: ast.AST, functions: tuple[str, ...]) -> bool:
     return calls and len(node.args) >= 4 and all(isinstance(x, ast.Name) for x in node.args[:2])
 
 
-def _made(
-    before: list[ast.stmt], rotation: ast.stmt, name: str, norms: tuple[str, ...]
-) -> tuple[int, ast.Call, bool, bool] | None:
-    """Where a variable is made, the call of its norm, whether that is transposed, and whether it is split into heads
-    first; None where something else may see it before `rotation`, or the last that it was given is no norm's."""
+def _made(before: list[ast.stmt], name: str, norms: tuple[str, ...]) -> tuple[int, ast.Call, bool, bool] | None:
+    """Where the statements `before` a rotation make a variable, the call of its norm, whether that is transposed, and
+    whether it is split into heads first; None where something else may see it, or its last value is no norm's."""
     split = False
     for at in range(len(before) - 1, -1, -1):
         statement = before[at]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tilesmith.ops.rotary.reference import turned
+
 
 def kv_cache_append(
     k_cache: Tensor,
@@ -112,18 +114,7 @@ def _angles(table: Tensor, position: Tensor) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
     """x [B, heads, T, D] with its first R features rotated by the first T of [B or 1, *, R / 2] angles, in at least
-    float32."""
+    float32; x itself without angles."""
     if cos is None or sin is None:
         return x
-    cos, sin = cos[:, : x.shape[2]], sin[:, : x.shape[2]]
-    acc = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos[:, None].to(acc), sin[:, None].to(acc)
-    pairs = cos.shape[-1]
-    rotated, passed = x.to(acc).split([2 * pairs, x.shape[-1] - 2 * pairs], dim=-1)
-    if interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-    else:
-        first, second = rotated[..., :pairs], rotated[..., pairs:]
-    halves = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
-    return torch.cat((turned, passed), dim=-1)
+    return turned(x, cos[:, : x.shape[2]], sin[:, : x.shape[2]], interleaved)

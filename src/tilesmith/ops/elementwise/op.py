@@ -38,13 +38,13 @@ def _fake_bias_vjp(dout: Tensor, x: Tensor, bias: Tensor | None, *rest: object) 
     return x.new_empty(x.shape if wants_x else 0), bias.new_empty(bias.shape) if wants_bias else x.new_empty(0)
 
 
-def _check_floating(op: str, name: str, x: Tensor) -> None:
+def check_floating(op: str, name: str, x: Tensor) -> None:
     floating(op, name, x)
 
 
 def _check_pair(op: str, gate: Tensor, up: Tensor, names: tuple[str, str] = ("gate", "up")) -> None:
     first, second = names
-    _check_floating(op, first, gate)
+    check_floating(op, first, gate)
     if up.shape != gate.shape:
         raise ValueError(
             f"{op}: {second} has shape {tuple(up.shape)}; it must equal {first}'s, {tuple(gate.shape)}: "
@@ -57,12 +57,12 @@ def _check_pair(op: str, gate: Tensor, up: Tensor, names: tuple[str, str] = ("ga
 
 
 def _check_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
-    _check_floating(op, "x", x)
+    check_floating(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x has no dims; it must be [..., F]")
     if bias is None:
         return
-    _check_floating(op, "bias", bias)
+    check_floating(op, "bias", bias)
     if bias.ndim != 1 or bias.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}; for this x it must be [{x.shape[-1]}]")
     if bias.device != x.device:
@@ -75,11 +75,11 @@ def _check_approximate(op: str, approximate: str) -> None:
 
 
 def _check_silu(x: Tensor) -> None:
-    _check_floating("silu", "x", x)
+    check_floating("silu", "x", x)
 
 
 def _check_gelu(x: Tensor, approximate: str = "none") -> None:
-    _check_floating("gelu", "x", x)
+    check_floating("gelu", "x", x)
     _check_approximate("gelu", approximate)
 
 
@@ -93,11 +93,11 @@ def _check_geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> None:
 
 
 def _check_sigmoid(x: Tensor) -> None:
-    _check_floating("sigmoid", "x", x)
+    check_floating("sigmoid", "x", x)
 
 
 def _check_relu_squared(x: Tensor) -> None:
-    _check_floating("relu_squared", "x", x)
+    check_floating("relu_squared", "x", x)
 
 
 def _check_add_relu(x: Tensor, y: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.elementwise import xielu_reference
-from tilesmith.ops.elementwise.op import _check_floating
+from tilesmith.ops.elementwise.op import check_floating
 
 KERNELS = {"triton": "tilesmith.ops.elementwise.triton.xielu"}
 
@@ -25,7 +25,7 @@ def _fake_vjp(
 
 
 def _check(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float, eps: float) -> None:
-    _check_floating("xielu", "x", x)
+    check_floating("xielu", "x", x)
     for name, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
         floating("xielu", name, alpha)
         if alpha.shape != (1,):

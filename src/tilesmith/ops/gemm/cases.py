@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, TEST
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
 BIG = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 FP32 = torch.float32
 SMOOTH = ("gelu", "gelu_tanh", "silu")

@@ -42,7 +42,7 @@ def experts(
     _weights(x, gate_up, down, gate_up_bias, down_bias, activation)
     _adapter(x, "gate_up", gate_up, gate_up_lora_a, gate_up_lora_b, gate_up_lora_scale)
     _adapter(x, "down", down, down_lora_a, down_lora_b, down_lora_scale)
-    _choice("experts", x, indices)
+    check_choice("experts", x, indices)
     floating("experts", "weights", weights)
     if weights.shape != indices.shape:
         raise ValueError(
@@ -91,7 +91,7 @@ def route(
 
 def router_losses(logits: Tensor, indices: Tensor, scores: str) -> None:
     _scored("router_losses", logits, scores)
-    _choice("router_losses", logits, indices, "logits")
+    check_choice("router_losses", logits, indices, "logits")
 
 
 def _scored(op: str, logits: Tensor, scores: str) -> None:
@@ -172,7 +172,7 @@ def _adapter(x: Tensor, name: str, weight: Tensor, a: Tensor | None, b: Tensor |
         one_device("experts", which, tensor, "x", x)
 
 
-def _choice(op: str, x: Tensor, indices: Tensor, name: str = "x") -> None:
+def check_choice(op: str, x: Tensor, indices: Tensor, name: str = "x") -> None:
     if indices.dtype not in INTEGERS:
         raise TypeError(f"{op}: indices has dtype {indices.dtype}; it must be int64 or int32")
     if indices.ndim != x.ndim or indices.shape[:-1] != x.shape[:-1] or indices.shape[-1] == 0:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from tilesmith.device.triton.rounding import factors_of_rows, magnitude, round8, store_turned, word_of
-from tilesmith.ops.moe.kernels import _gate, _tile
+from tilesmith.ops.moe.kernels import gated, pair_tile
 
 IMPRECISE = tl.constexpr(32)  # terms that Hopper's tensor cores add up in 14 bits before they go into a sum in fp32
 
@@ -21,7 +21,7 @@ def experts_scaled_rows_kernel(
     features]. GATHERS: a has a row for each token, and out [S, outputs] is in the order of experts, 0 for pairs without
     one; else a is in the order of experts and out in that of pairs, of which those without an expert are not written.
     WIDENS: the product is of fp32, where there is none of 8 bits."""
-    tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(outputs, BLOCK_N), GROUP_M)
+    tile, column = pair_tile(tl.program_id(0), tiles, tl.cdiv(outputs, BLOCK_N), GROUP_M)
     expert, first_row = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile)
     if first_row >= pairs:
         return
@@ -71,7 +71,7 @@ def _load_halves(pre_ptr, row, col, inner, mask):
 def _activated(pre_ptr, row, col, inner, mask, ACTIVATION: tl.constexpr):
     """The activation of a tile, rounded to pre's dtype, in fp32."""
     gate, up = _load_halves(pre_ptr, row, col, inner, mask)
-    hidden, _, _ = _gate(gate, up, 0.0, 1.0, 0.0, ACTIVATION, False)
+    hidden, _, _ = gated(gate, up, 0.0, 1.0, 0.0, ACTIVATION, False)
     return tl.where(mask, hidden, 0.0).to(pre_ptr.dtype.element_ty).to(tl.float32)
 
 
@@ -110,7 +110,7 @@ def _gradients(dhidden_ptr, pre_ptr, row, col, inner, scale, mask, ACTIVATION: t
     dtype = pre_ptr.dtype.element_ty
     gate, up = _load_halves(pre_ptr, row, col, inner, mask)
     dhidden = tl.load(dhidden_ptr + row * inner + col, mask=mask, other=0.0).to(tl.float32)
-    hidden, by_gate, by_up = _gate(gate, up, 0.0, 1.0, 0.0, ACTIVATION, False)
+    hidden, by_gate, by_up = gated(gate, up, 0.0, 1.0, 0.0, ACTIVATION, False)
     dgate, dup = (dhidden * scale * by_gate).to(dtype), (dhidden * scale * by_up).to(dtype)
     part = tl.where(mask, dhidden * hidden, 0.0)
     dgate, dup = tl.where(mask, dgate, 0.0), tl.where(mask, dup, 0.0)
@@ -267,7 +267,7 @@ def experts_scaled_weight_gradient_kernel(
     factors of the expert; left [rows, room] and right [cols, room] as `experts_turned_kernel` makes them."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
-    tile, column = _tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    tile, column = pair_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
     row, col = tile * BLOCK_M + tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, TILE)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -124,7 +124,7 @@ def _factor(op: str, name: str, factor: Tensor, x8: Tensor, shape: tuple[int, ..
 def _routing(op: str, name: str, x8: Tensor, indices: Tensor, weights: Tensor, activation: str) -> None:
     if activation not in GATED:
         raise ValueError(f"{op}: activation is {activation!r}; it must be one of {', '.join(map(repr, GATED))}")
-    checks._choice(op, x8, indices, name)
+    checks.check_choice(op, x8, indices, name)
     floating(op, "weights", weights)
     if weights.shape != indices.shape:
         raise ValueError(

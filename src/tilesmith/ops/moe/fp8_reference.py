@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilesmith.ops.moe.reference import (
-    _activation_vjp,
-    _grouped_linear,
-    _weight_gradient,
     activate,
+    activation_vjp,
     combined,
     flat,
     grouped,
+    grouped_linear,
+    weight_gradient,
 )
 from tilesmith.ops.quant.reference import OUTPUTS, cast, factors_of_rows
 
@@ -57,9 +57,9 @@ def experts_fp8(
     acc, out = _dtypes(x8, OUTPUTS[dtype])
     tokens, order, sizes = grouped(x8, indices, gate_up8.shape[0])
     pairs = (flat(x8).to(acc) * x_factor.to(acc))[tokens[order]]
-    z = _grouped_linear(pairs, _wide(gate_up8, gate_up_factor, acc), None, sizes).to(out)
+    z = grouped_linear(pairs, _wide(gate_up8, gate_up_factor, acc), None, sizes).to(out)
     hidden = activate(z.to(acc), activation, False, 0.0, 1.0, 0.0).to(out)
-    rows = _grouped_linear(_cast_rows(hidden.to(acc))[0], _wide(down8, down_factor, acc), None, sizes)
+    rows = grouped_linear(_cast_rows(hidden.to(acc))[0], _wide(down8, down_factor, acc), None, sizes)
     y = combined(rows.to(out).to(acc), order, indices.numel(), weights)
     missing = indices.numel() - z.shape[0]
     return y.to(out).reshape(x8.shape), F.pad(z, (0, 0, 0, missing)).contiguous()
@@ -107,8 +107,8 @@ def experts_vjp_fp8(
     found, count = tokens[order], order.numel()
     z, scales = pre[:count].to(acc), weights.reshape(-1)[order].to(acc)[:, None]
     d = (flat(dy8).to(acc) * dy_factor.to(acc))[found]
-    dhidden = _grouped_linear(d, _wide(down8_t, down_factor, acc), None, sizes).to(out).to(acc)
-    hidden, dz = _activation_vjp(dhidden * scales, z, activation, False, 0.0, 1.0, 0.0)
+    dhidden = grouped_linear(d, _wide(down8_t, down_factor, acc), None, sizes).to(out).to(acc)
+    hidden, dz = activation_vjp(dhidden * scales, z, activation, False, 0.0, 1.0, 0.0)
     dz, scaled = dz.to(out).to(acc), (hidden * scales).to(out).to(acc)
     dz8, dz_factor = _cast_rows(dz)
     left, right = (dz, flat(dy).to(acc)[found]), (flat(x).to(acc)[found], scaled)
@@ -118,13 +118,13 @@ def experts_vjp_fp8(
         right = _by_experts(right[0] * factors[0], factors[0], sizes), _by_experts(*_cast_rows(scaled), sizes)
     dx, dgate_up, ddown, dweights = (dy.new_empty(0) for _ in range(4))
     if output_mask[0]:
-        rows = _grouped_linear(dz8, _wide(gate_up8_t, gate_up_factor, acc), None, sizes)
+        rows = grouped_linear(dz8, _wide(gate_up8_t, gate_up_factor, acc), None, sizes)
         ones = weights.new_ones(weights.shape)
         dx = combined(rows.to(out).to(acc), order, indices.numel(), ones).to(out).reshape(x.shape)
     if output_mask[1]:
-        dgate_up = _weight_gradient(left[0], right[0], _turned(gate_up8_t, out), sizes)
+        dgate_up = weight_gradient(left[0], right[0], _turned(gate_up8_t, out), sizes)
     if output_mask[2]:
-        ddown = _weight_gradient(left[1], right[1], _turned(down8_t, out), sizes)
+        ddown = weight_gradient(left[1], right[1], _turned(down8_t, out), sizes)
     if output_mask[3]:
         each = (dhidden * hidden).sum(1)
         dweights = each.new_zeros(indices.numel()).index_copy(0, order, each).reshape(weights.shape).to(weights.dtype)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from tilesmith.device.triton.activations import activate
-from tilesmith.ops.moe.kernels import _gate, _split, _tile, low_rank, product
+from tilesmith.ops.moe.kernels import gate_and_up, gated, low_rank, pair_tile, product
 
 
 @triton.jit
@@ -29,12 +29,12 @@ def _store_pre_gradient(
         wide_place = row.to(tl.int64)[:, None] * (2 * inner) + wide[None, :]
         wide_both = inside[:, None] & (wide < 2 * inner)[None, :]
         if INTERLEAVED:
-            gate, up = _split(tl.load(pre_ptr + wide_place, mask=wide_both, other=0.0), True, BLOCK_M, BLOCK_N)
+            gate, up = gate_and_up(tl.load(pre_ptr + wide_place, mask=wide_both, other=0.0), True, BLOCK_M, BLOCK_N)
             gate, up = gate.to(tl.float32), up.to(tl.float32)
         else:
             gate = tl.load(pre_ptr + gate_place, mask=both, other=0.0).to(tl.float32)
             up = tl.load(pre_ptr + gate_place + inner, mask=both, other=0.0).to(tl.float32)
-        h, by_gate, by_up = _gate(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
+        h, by_gate, by_up = gated(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
         dgate, dup = (acc * scale * by_gate).to(dtype), (acc * scale * by_up).to(dtype)
         if INTERLEAVED:
             joined = tl.reshape(tl.join(dgate, dup), (BLOCK_M, 2 * BLOCK_N))
@@ -59,7 +59,7 @@ def pre_gradient_kernel(
 ):  # fmt: skip
     """With g = dy[token] · down[e] + low[r] · lora[e]ᵀ and h the activation of pre: dpre [S, N] = scale g act',
     scaled [S, I] = scale h, and parts [columns of tiles, S] = Σ g h over a tile's columns, in the order of pairs."""
-    tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(inner, BLOCK_N), GROUP_M)
+    tile, column = pair_tile(tl.program_id(0), tiles, tl.cdiv(inner, BLOCK_N), GROUP_M)
     expert, first_row, first = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile), column * BLOCK_N
     if expert == experts:
         return
@@ -80,7 +80,7 @@ def pre_gradient_kernel(
         )  # fmt: skip
     scale = tl.load(scales_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
     # In halves: gate, up and their gradients beside a whole tile of sums spill.
-    left, right = _split(acc, False, BLOCK_M, BLOCK_N // 2)
+    left, right = gate_and_up(acc, False, BLOCK_M, BLOCK_N // 2)
     part = _store_pre_gradient(
         left, scale, pre_ptr, dpre_ptr, scaled_ptr, row, inside, first, inner, limit, alpha, up_offset,
         ACTIVATION, GATED, INTERLEAVED, HAS_LIMIT, BLOCK_M, BLOCK_N // 2,
@@ -127,7 +127,7 @@ def weight_gradient_kernel(
     for the one that GATHERS names, "left" or "right": it belongs to tokens."""
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     expert = tl.program_id(0) // (tiles_m * tiles_n)
-    tile, column = _tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    tile, column = pair_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
     row, col = tile * BLOCK_M + tl.arange(0, BLOCK_M), column * BLOCK_N + tl.arange(0, BLOCK_N)
     begin, end = tl.load(starts_ptr + expert), tl.load(starts_ptr + expert + 1)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

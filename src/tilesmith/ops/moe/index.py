@@ -37,7 +37,7 @@ class Groups(NamedTuple):
 
 
 @triton.jit
-def _expert(indices_ptr, at, pairs, experts):
+def expert_of(indices_ptr, at, pairs, experts):
     """The expert of each pair; `experts` for one without, and beyond the last pair."""
     found = tl.load(indices_ptr + at, mask=at < pairs, other=-1)
     return tl.where((found >= 0) & (found < experts), found, experts).to(tl.int32)
@@ -47,7 +47,7 @@ def _expert(indices_ptr, at, pairs, experts):
 def _count_kernel(indices_ptr, counts_ptr, pairs, experts, blocks, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """counts [experts + 1, blocks] = pairs of each expert in each block."""
     block = tl.program_id(0)
-    found = _expert(indices_ptr, block * BLOCK + tl.arange(0, BLOCK), pairs, experts)
+    found = expert_of(indices_ptr, block * BLOCK + tl.arange(0, BLOCK), pairs, experts)
     expert = tl.arange(0, EXPERTS)
     place = expert.to(tl.int64) * blocks + block
     tl.store(counts_ptr + place, tl.histogram(found, EXPERTS), mask=expert <= experts)
@@ -117,7 +117,7 @@ def _place_kernel(indices_ptr, counts_ptr, starts_ptr, order_ptr, pairs, experts
     """order[place of a pair] = that pair."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    found = _expert(indices_ptr, at, pairs, experts)
+    found = expert_of(indices_ptr, at, pairs, experts)
     lane = tl.arange(0, BLOCK)
     earlier = (found[:, None] == found[None, :]) & (lane[None, :] < lane[:, None])
     rank = tl.sum(earlier.to(tl.int32), 1)
@@ -132,7 +132,7 @@ def _small_kernel(
 ):  # fmt: skip
     """All passes in one program, for few pairs: places come from comparing all with all."""
     at = tl.arange(0, BLOCK)
-    found = tl.where(at < pairs, _expert(indices_ptr, at, pairs, experts), EXPERTS)
+    found = tl.where(at < pairs, expert_of(indices_ptr, at, pairs, experts), EXPERTS)
     before = found[None, :] < found[:, None]
     earlier = (found[None, :] == found[:, None]) & (at[None, :] < at[:, None])
     rank = tl.sum(earlier.to(tl.int32), 1)

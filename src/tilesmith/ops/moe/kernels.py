@@ -11,7 +11,7 @@ from tilesmith.device.triton.activations import activate
 
 
 @triton.jit
-def _tile(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def pair_tile(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Tile of pairs and of columns: GROUP_M tiles down, then the next columns, so that both operands stay in L2."""
     group = index // (GROUP_M * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
@@ -20,7 +20,7 @@ def _tile(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _split(z, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+def gate_and_up(z, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
     """Gate and up of a tile: its columns in turn, or its two halves."""
     if INTERLEAVED:
         return tl.split(tl.reshape(z, (BLOCK_M, HALF, 2)))
@@ -29,7 +29,7 @@ def _split(z, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
-def _columns(first, inner, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+def pre_columns(first, inner, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
     """(columns of the pre-activation in a tile whose activation begins at column `first`, which of them are there)."""
     lane = tl.arange(0, BLOCK_N)
     if not GATED:
@@ -108,7 +108,7 @@ def low_rank_kernel(
 
 
 @triton.jit
-def _gate(gate, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
+def gated(gate, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
     """(act(gate) (up + up_offset), its derivatives by gate and by up)."""
     passes_gate, passes_up = True, True
     if HAS_LIMIT:
@@ -145,8 +145,8 @@ def store_activation(
         tl.store(pre_ptr + place, z, mask=inside[:, None] & there[None, :])
     z = z.to(tl.float32)
     if GATED:
-        gate, up = _split(z, INTERLEAVED, BLOCK_M, WIDE)
-        out, _, _ = _gate(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
+        gate, up = gate_and_up(z, INTERLEAVED, BLOCK_M, WIDE)
+        out, _, _ = gated(gate, up, limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
     else:
         out, _ = activate(z, ACTIVATION)
     out_col = first + tl.arange(0, WIDE)
@@ -167,13 +167,13 @@ def gate_up_kernel(
     """out [S, I] = activation(x[token] · weight[e]ᵀ + low[r] · lora[e]ᵀ + bias[e]) and pre [S, N] what was activated,
     0 for pairs without an expert."""
     WIDE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(inner, WIDE), GROUP_M)
+    tile, column = pair_tile(tl.program_id(0), tiles, tl.cdiv(inner, WIDE), GROUP_M)
     expert, first_row, first = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile), column * WIDE
     if first_row >= pairs:
         return
     n = inner * 2 if GATED else inner
     row = first_row + tl.arange(0, BLOCK_M)
-    col, there = _columns(first, inner, GATED, INTERLEAVED, BLOCK_N)
+    col, there = pre_columns(first, inner, GATED, INTERLEAVED, BLOCK_N)
     if expert == experts:
         if KEEPS_PRE:
             place = row.to(tl.int64)[:, None] * n + col[None, :]
@@ -212,7 +212,7 @@ def rows_kernel(
 ):  # fmt: skip
     """out[order[r]] = a[r] · weight[e]ᵀ + low[r] · lora[e]ᵀ + bias[e]; a [S, features] in the order of experts,
     out [S, outputs] in that of pairs. Rows of pairs without an expert are not written."""
-    tile, column = _tile(tl.program_id(0), tiles, tl.cdiv(outputs, BLOCK_N), GROUP_M)
+    tile, column = pair_tile(tl.program_id(0), tiles, tl.cdiv(outputs, BLOCK_N), GROUP_M)
     expert, first_row = tl.load(tile_expert_ptr + tile), tl.load(tile_row_ptr + tile)
     if expert == experts:
         return

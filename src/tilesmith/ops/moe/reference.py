@@ -71,16 +71,16 @@ def experts(
     acc = _acc(x)
     tokens, order, sizes = grouped(x, indices, gate_up.shape[0])
     pairs = flat(x).to(acc)[tokens[order]]
-    z = _grouped_linear(pairs, gate_up, gate_up_bias, sizes)
+    z = grouped_linear(pairs, gate_up, gate_up_bias, sizes)
     if gate_up_lora_a is not None and gate_up_lora_b is not None:
         low = _low_rank(pairs, gate_up_lora_a, gate_up_lora_scale, sizes, x.dtype)
-        z = z + _grouped_linear(low, gate_up_lora_b.to(x.dtype), None, sizes)
+        z = z + grouped_linear(low, gate_up_lora_b.to(x.dtype), None, sizes)
     z = z.to(x.dtype)
     hidden = activate(z.to(acc), activation, interleaved, limit, alpha, up_offset).to(x.dtype)
-    rows = _grouped_linear(hidden.to(acc), down, down_bias, sizes)
+    rows = grouped_linear(hidden.to(acc), down, down_bias, sizes)
     if down_lora_a is not None and down_lora_b is not None:
         low = _low_rank(hidden.to(acc), down_lora_a, down_lora_scale, sizes, x.dtype)
-        rows = rows + _grouped_linear(low, down_lora_b.to(x.dtype), None, sizes)
+        rows = rows + grouped_linear(low, down_lora_b.to(x.dtype), None, sizes)
     rows = rows.to(x.dtype).to(acc)
     y = combined(rows, order, indices.numel(), weights)
     missing = indices.numel() - z.shape[0]
@@ -127,28 +127,28 @@ def experts_vjp(
     (dx, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias), made = (
         [x.new_empty(0) for _ in range(n)] for n in (6, 4)
     )
-    slope = _grouped_linear(dys, down.transpose(1, 2), None, sizes)
+    slope = grouped_linear(dys, down.transpose(1, 2), None, sizes)
     if down_lora_a is not None and down_lora_b is not None:
         dlow = _low_rank(dys, down_lora_b.transpose(1, 2), down_lora_scale, sizes, dtype)
-        slope = slope + _grouped_linear(dlow, down_lora_a.transpose(1, 2).to(dtype), None, sizes)
-    hidden, dz = _activation_vjp(slope * scales, z, activation, interleaved, limit, alpha, up_offset)
+        slope = slope + grouped_linear(dlow, down_lora_a.transpose(1, 2).to(dtype), None, sizes)
+    hidden, dz = activation_vjp(slope * scales, z, activation, interleaved, limit, alpha, up_offset)
     dz, scaled = dz.to(dtype).to(acc), (hidden * scales).to(dtype).to(acc)
     if down_lora_a is not None and down_lora_b is not None:
         low = _low_rank(scaled, down_lora_a, down_lora_scale, sizes, dtype)
         made[2:] = _factor_gradients(dlow, scaled, dys, low, (down_lora_a, down_lora_b), sizes)
-    rows = _grouped_linear(dz, gate_up.transpose(1, 2), None, sizes) if output_mask[0] else dz.new_zeros(())
+    rows = grouped_linear(dz, gate_up.transpose(1, 2), None, sizes) if output_mask[0] else dz.new_zeros(())
     if gate_up_lora_a is not None and gate_up_lora_b is not None:
         dlow = _low_rank(dz, gate_up_lora_b.transpose(1, 2), gate_up_lora_scale, sizes, dtype)
-        rows = rows + _grouped_linear(dlow, gate_up_lora_a.transpose(1, 2).to(dtype), None, sizes)
+        rows = rows + grouped_linear(dlow, gate_up_lora_a.transpose(1, 2).to(dtype), None, sizes)
         low = _low_rank(pairs, gate_up_lora_a, gate_up_lora_scale, sizes, dtype)
         made[:2] = _factor_gradients(dlow, pairs, dz, low, (gate_up_lora_a, gate_up_lora_b), sizes)
     if output_mask[0]:
         ones = weights.detach().new_ones(weights.shape)
         dx = combined(rows.to(dtype).to(acc), order, indices.numel(), ones).to(dtype).reshape(x.shape)
     if output_mask[1]:
-        dgate_up = _weight_gradient(dz, pairs, torch.empty_like(gate_up), sizes)
+        dgate_up = weight_gradient(dz, pairs, torch.empty_like(gate_up), sizes)
     if output_mask[2]:
-        ddown = _weight_gradient(dys, scaled, torch.empty_like(down), sizes)
+        ddown = weight_gradient(dys, scaled, torch.empty_like(down), sizes)
     if output_mask[3]:
         each = (slope * hidden).sum(1)
         if down_bias is not None:
@@ -220,7 +220,7 @@ def _function(z: Tensor, name: str) -> Tensor:
     return F.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def _activation_vjp(
+def activation_vjp(
     dhidden: Tensor, z: Tensor, activation: str, interleaved: bool, limit: float, alpha: float, up_offset: float
 ) -> tuple[Tensor, Tensor]:
     """The activation at z and the gradient of z."""
@@ -265,7 +265,7 @@ def _slope(z: Tensor, name: str) -> Tensor:
     return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh * tanh) * bend * (1 + 3 * 0.044715 * z * z)
 
 
-def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> Tensor:
     """rows · weight[e]ᵀ + bias[e] for the rows of each expert, in rows' dtype."""
     parts = [
         F.linear(part, weight[e].to(part.dtype), None if bias is None else bias[e].to(part.dtype))
@@ -277,7 +277,7 @@ def _grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: li
 
 def _low_rank(rows: Tensor, factor: Tensor, scale: float, sizes: list[int], dtype: torch.dtype) -> Tensor:
     """scale · rows · factor[e]ᵀ [S, R] for the rows of each expert, rounded to dtype, in rows' dtype."""
-    return (_grouped_linear(rows, factor.to(dtype), None, sizes) * scale).to(dtype).to(rows.dtype)
+    return (grouped_linear(rows, factor.to(dtype), None, sizes) * scale).to(dtype).to(rows.dtype)
 
 
 def _factor_gradients(
@@ -286,12 +286,12 @@ def _factor_gradients(
     """The gradients of an adapter's factors a and b; low, dlow [S, R]: scale · rows · aᵀ and scale · drows · b."""
     (a, b), contiguous = factors, torch.contiguous_format
     return (
-        _weight_gradient(dlow, rows, torch.empty_like(a, memory_format=contiguous), sizes),
-        _weight_gradient(drows, low, torch.empty_like(b, memory_format=contiguous), sizes),
+        weight_gradient(dlow, rows, torch.empty_like(a, memory_format=contiguous), sizes),
+        weight_gradient(drows, low, torch.empty_like(b, memory_format=contiguous), sizes),
     )
 
 
-def _weight_gradient(left: Tensor, right: Tensor, made: Tensor, sizes: list[int]) -> Tensor:
+def weight_gradient(left: Tensor, right: Tensor, made: Tensor, sizes: list[int]) -> Tensor:
     """made [E, ., .], filled with Σ left[r] ⊗ right[r] over the rows of each expert."""
     for e, (a, b) in enumerate(zip(left.split(sizes), right.split(sizes))):
         made[e] = (a.t() @ b).to(made.dtype)

@@ -43,10 +43,10 @@ def _check(
     eps: float,
 ) -> None:
     name = "dropout_add_norm"
-    op._check_rows(name, x, eps)
-    op._check_residual(name, x, residual)
-    op._check_vector(name, "weight", weight, x)
-    op._check_vector(name, "bias", bias, x)
+    op.check_rows(name, x, eps)
+    op.check_residual(name, x, residual)
+    op.check_vector(name, "weight", weight, x)
+    op.check_vector(name, "bias", bias, x)
     if kind not in KINDS:
         raise ValueError(f"{name}: kind is {kind!r}; it must be 'layer' or 'rms'")
     if kind == "rms" and bias is not None:

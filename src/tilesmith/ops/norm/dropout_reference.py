@@ -42,9 +42,9 @@ def dropout_add_norm(
         dropped = philox.dropout(dropped, seed, p)
     s = (dropped + residual).to(residual.dtype).contiguous()
     if kind == "rms":
-        y, rstd = reference._rms(s, x.dtype, weight, eps, 0.0, "fp32")
+        y, rstd = reference.rms_normed(s, x.dtype, weight, eps, 0.0, "fp32")
         return y, s, rstd.new_empty(0), rstd
-    y, mean, rstd = reference._layer(s, x.dtype, weight, bias, eps)
+    y, mean, rstd = reference.layer_normed(s, x.dtype, weight, bias, eps)
     return y, s, mean, rstd
 
 
@@ -73,10 +73,10 @@ def dropout_add_norm_vjp(
     wants_dx, wants_dresidual, *wanted = output_mask
     inner = (wants_dx or wants_dresidual, *wanted)
     if kind == "rms":
-        both, dweight = reference._rms_vjp(dy, ds, s, weight, rstd, 0.0, inner[:2])
+        both, dweight = reference.rms_gradients(dy, ds, s, weight, rstd, 0.0, inner[:2])
         dbias = s.new_empty(0)
     else:
-        both, dweight, dbias = reference._layer_vjp(dy, ds, s, weight, bias, mean, rstd, inner)
+        both, dweight, dbias = reference.layer_gradients(dy, ds, s, weight, bias, mean, rstd, inner)
     dx, dresidual = s.new_empty(0), s.new_empty(0)
     if wants_dx:
         dx = philox.dropout(both, seed, p) if p > 0.0 else both.clone()

@@ -47,14 +47,14 @@ def _check(
     gate_first: bool,
     groups: int,
 ) -> None:
-    op._check_rows(NAME, x, eps)
+    op.check_rows(NAME, x, eps)
     if gate.shape != x.shape:
         raise ValueError(f"{NAME}: gate has shape {tuple(gate.shape)}; it must equal x's, {tuple(x.shape)}")
     if not gate.dtype.is_floating_point or torch.promote_types(gate.dtype, x.dtype) != x.dtype:
         raise TypeError(f"{NAME}: gate has dtype {gate.dtype}; for x of {x.dtype} it must be that or one of fewer bits")
     if gate.device != x.device:
         raise ValueError(f"{NAME}: gate is on {gate.device}, x on {x.device}; move them to one device")
-    op._check_vector(NAME, "weight", weight, x)
+    op.check_vector(NAME, "weight", weight, x)
     choice(NAME, "casting", casting, ("fp32", "llama"))
     choice(NAME, "activation", activation, ACTIVATIONS)
     if groups < 1 or x.shape[-1] % groups:

@@ -81,7 +81,7 @@ def _fake_add_layer_norm_vjp(call) -> tuple[Tensor, ...]:
     return _fake_gradients(call.s, (call.weight, call.bias), call.output_mask)
 
 
-def _check_rows(op: str, x: Tensor, eps: float) -> None:
+def check_rows(op: str, x: Tensor, eps: float) -> None:
     floating(op, "x", x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; it must be [..., N] with N of at least 1")
@@ -92,7 +92,7 @@ def _check_rows(op: str, x: Tensor, eps: float) -> None:
 def _check_weight(op: str, weight: Tensor | None, x: Tensor) -> None:
     """A weight for all rows, or one for each head."""
     if weight is None or weight.ndim != 2 or x.ndim < 2:
-        _check_vector(op, "weight", weight, x)
+        check_vector(op, "weight", weight, x)
     elif weight.shape != x.shape[-2:]:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}; for this x it must be [{x.shape[-1]}], or "
@@ -103,7 +103,7 @@ def _check_weight(op: str, weight: Tensor | None, x: Tensor) -> None:
         one_device(op, "weight", weight, "x", x)
 
 
-def _check_vector(op: str, name: str, vector: Tensor | None, x: Tensor) -> None:
+def check_vector(op: str, name: str, vector: Tensor | None, x: Tensor) -> None:
     if vector is None:
         return
     floating(op, name, vector)
@@ -115,7 +115,7 @@ def _check_vector(op: str, name: str, vector: Tensor | None, x: Tensor) -> None:
     one_device(op, name, vector, "x", x)
 
 
-def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
+def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
     if residual.shape != x.shape:
         raise ValueError(
             f"{op}: residual has shape {tuple(residual.shape)}; it must equal x's, {tuple(x.shape)}: expand "
@@ -133,31 +133,31 @@ def _check_casting(op: str, casting: str) -> None:
 
 
 def _check_rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
-    _check_rows("rms_norm", x, eps)
+    check_rows("rms_norm", x, eps)
     _check_weight("rms_norm", weight, x)
     _check_casting("rms_norm", casting)
 
 
 def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    _check_rows("layer_norm", x, eps)
-    _check_vector("layer_norm", "weight", weight, x)
-    _check_vector("layer_norm", "bias", bias, x)
+    check_rows("layer_norm", x, eps)
+    check_vector("layer_norm", "weight", weight, x)
+    check_vector("layer_norm", "bias", bias, x)
 
 
 def _check_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> None:
-    _check_rows("add_rms_norm", x, eps)
-    _check_residual("add_rms_norm", x, residual)
-    _check_vector("add_rms_norm", "weight", weight, x)
+    check_rows("add_rms_norm", x, eps)
+    check_residual("add_rms_norm", x, residual)
+    check_vector("add_rms_norm", "weight", weight, x)
     _check_casting("add_rms_norm", casting)
 
 
 def _check_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    _check_rows("add_layer_norm", x, eps)
-    _check_residual("add_layer_norm", x, residual)
-    _check_vector("add_layer_norm", "weight", weight, x)
-    _check_vector("add_layer_norm", "bias", bias, x)
+    check_rows("add_layer_norm", x, eps)
+    check_residual("add_layer_norm", x, residual)
+    check_vector("add_layer_norm", "weight", weight, x)
+    check_vector("add_layer_norm", "bias", bias, x)
 
 
 def _sharded(op: Op, args: tuple) -> Tensor:

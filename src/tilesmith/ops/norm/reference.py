@@ -33,7 +33,7 @@ def rms_norm(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
     order = row_order(x)
-    y, rstd = _rms(x, x.dtype, weight, eps, offset, casting)
+    y, rstd = rms_normed(x, x.dtype, weight, eps, offset, casting)
     return _packed(y, x, order), _packed_row_values(rstd, x, order)
 
 
@@ -47,7 +47,7 @@ def rms_norm_vjp(
     mean(g · x̂)) · rstd and dweight = Σ dy · x̂ over rows, over those of each head where it is [H, N]. An empty tensor
     stands for a gradient that `output_mask` does not ask for.
     """
-    dx, dweight = _rms_vjp(dy, None, x, weight, rstd, offset, output_mask)
+    dx, dweight = rms_gradients(dy, None, x, weight, rstd, offset, output_mask)
     return _packed(dx.to(x.dtype), x, row_order(x)) if output_mask[0] else dx, dweight
 
 
@@ -69,7 +69,7 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450.
     """
     order = row_order(x)
-    y, mean, rstd = _layer(x, x.dtype, weight, bias, eps)
+    y, mean, rstd = layer_normed(x, x.dtype, weight, bias, eps)
     return _packed(y, x, order), _packed_row_values(mean, x, order), _packed_row_values(rstd, x, order)
 
 
@@ -89,7 +89,7 @@ def layer_norm_vjp(
     mean(g) − x̂ · mean(g · x̂)) · rstd; dweight = Σ dy · x̂ and dbias = Σ dy over rows. An empty tensor stands for a
     gradient that `output_mask` does not ask for.
     """
-    dx, dweight, dbias = _layer_vjp(dy, None, x, weight, bias, mean, rstd, output_mask)
+    dx, dweight, dbias = layer_gradients(dy, None, x, weight, bias, mean, rstd, output_mask)
     return _packed(dx.to(x.dtype), x, row_order(x)) if output_mask[0] else dx, dweight, dbias
 
 
@@ -113,7 +113,7 @@ def add_rms_norm(
     """
     order = row_order(x)
     s = (x + residual).to(residual.dtype)
-    y, rstd = _rms(s, x.dtype, weight, eps, offset, casting)
+    y, rstd = rms_normed(s, x.dtype, weight, eps, offset, casting)
     return _packed(y, x, order), _packed(s, x, order), _packed_row_values(rstd, x, order)
 
 
@@ -132,7 +132,7 @@ def add_rms_norm_vjp(
     + the dx of `rms_norm_vjp` at s, computed in fp32 (fp64 for fp64 s), in s's dtype. An empty tensor stands for a
     gradient that `output_mask` does not ask for.
     """
-    dresidual, dweight = _rms_vjp(dy, ds, s, weight, rstd, offset, output_mask)
+    dresidual, dweight = rms_gradients(dy, ds, s, weight, rstd, offset, output_mask)
     return _packed(dresidual.to(s.dtype), s, row_order(s)) if output_mask[0] else dresidual, dweight
 
 
@@ -150,7 +150,7 @@ def add_layer_norm(
     """
     order = row_order(x)
     s = (x + residual).to(residual.dtype)
-    y, mean, rstd = _layer(s, x.dtype, weight, bias, eps)
+    y, mean, rstd = layer_normed(s, x.dtype, weight, bias, eps)
     stats = _packed_row_values(mean, x, order), _packed_row_values(rstd, x, order)
     return _packed(y, x, order), _packed(s, x, order), *stats
 
@@ -171,11 +171,11 @@ def add_layer_norm_vjp(
     = ds + the dx of `layer_norm_vjp` at s, computed in fp32 (fp64 for fp64 s), in s's dtype. An empty tensor stands for
     a gradient that `output_mask` does not ask for.
     """
-    dresidual, dweight, dbias = _layer_vjp(dy, ds, s, weight, bias, mean, rstd, output_mask)
+    dresidual, dweight, dbias = layer_gradients(dy, ds, s, weight, bias, mean, rstd, output_mask)
     return _packed(dresidual.to(s.dtype), s, row_order(s)) if output_mask[0] else dresidual, dweight, dbias
 
 
-def _rms(
+def rms_normed(
     x: Tensor, y_dtype: torch.dtype, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     wide = x.to(_acc(x))
@@ -195,7 +195,7 @@ def _rms(
     return y.to(y_dtype), rstd
 
 
-def _layer(
+def layer_normed(
     x: Tensor, y_dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(_acc(x))
@@ -210,7 +210,7 @@ def _layer(
     return y.to(y_dtype), mean, rstd
 
 
-def _rms_vjp(
+def rms_gradients(
     dy: Tensor | None,
     ds: Tensor | None,
     x: Tensor,
@@ -232,7 +232,7 @@ def _rms_vjp(
     return dx, dweight
 
 
-def _layer_vjp(
+def layer_gradients(
     dy: Tensor | None,
     ds: Tensor | None,
     x: Tensor,

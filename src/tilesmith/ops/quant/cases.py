@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
 from tilesmith.ops.quant import packed_cases
 from tilesmith.ops.quant.reference import BLOCK, FORMATS
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 TIMED = (torch.bfloat16,)
 WIDE = (torch.float32,)  # a 16-bit value that the oracle has a little otherwise may get the neighbouring code
 

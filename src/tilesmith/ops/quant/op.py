@@ -6,7 +6,7 @@ Legend: see reference.py. No op here has a gradient: rounding has none, and the 
 import torch
 from torch import Tensor
 
-from tilesmith.engine import Op
+from tilesmith.engine import Op, cdiv
 from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.quant import reference
 from tilesmith.ops.quant.reference import BLOCK, FORMATS, OUTPUTS
@@ -17,13 +17,9 @@ SMALL = frozenset(FORMATS.values())
 EXACT = torch.float64  # in place of 8 bits: what the reference computes, exactly
 
 
-def rounded_up(rows: int, to: int = 16) -> int:
-    """rows, or the next multiple of `to`: products of transposed tensors want whole groups of 16 bytes."""
-    return (rows + to - 1) // to * to
-
-
-def _cdiv(a: int, b: int) -> int:
-    return (a + b - 1) // b
+def rounded_up(rows: int) -> int:
+    """rows, or the next multiple of 16: products of transposed tensors want whole groups of 16 bytes."""
+    return cdiv(rows, 16) * 16
 
 
 def count_of(x: Tensor) -> int:
@@ -45,8 +41,8 @@ def blocks_like(x: Tensor, format: str, square: bool) -> tuple[Tensor, Tensor]:
     m, n = x.shape
     x8 = x.new_empty(m, n, dtype=FORMATS[format])
     if square:
-        return x8, x.new_empty(_cdiv(m, BLOCK), _cdiv(n, BLOCK), dtype=torch.float32)
-    return x8, x.new_empty(_cdiv(n, BLOCK), m, dtype=torch.float32).t()
+        return x8, x.new_empty(cdiv(m, BLOCK), cdiv(n, BLOCK), dtype=torch.float32)
+    return x8, x.new_empty(cdiv(n, BLOCK), m, dtype=torch.float32).t()
 
 
 def _one(x: Tensor) -> Tensor:
@@ -295,8 +291,8 @@ def _check_scaled_matmul(
 def _check_factor(op: str, name: str, factor: Tensor, x: Tensor, square: bool) -> None:
     if factor.dtype != torch.float32 and not factor.dtype == x.dtype == EXACT:
         raise TypeError(f"{op}: {name} has dtype {factor.dtype}; it must be float32")
-    rows, along = x.shape[0], _cdiv(x.shape[1], BLOCK)
-    shapes = [(1,), (rows, 1), (rows, along), *([(_cdiv(rows, BLOCK), along)] if square else [])]
+    rows, along = x.shape[0], cdiv(x.shape[1], BLOCK)
+    shapes = [(1,), (rows, 1), (rows, along), *([(cdiv(rows, BLOCK), along)] if square else [])]
     if tuple(factor.shape) not in shapes:
         raise ValueError(
             f"{op}: {name} has shape {tuple(factor.shape)}; for {list(x.shape)} it must be "

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, TEST
 from tilesmith.ops.quant.packed_reference import GROUP, TILE_ROWS, WIDTHS, WORDS_PER_BIT
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 ONCE = (torch.float32,)  # the dtypes are those of the arguments
 TIMED = (torch.bfloat16,)
 

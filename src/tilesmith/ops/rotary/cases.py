@@ -6,34 +6,17 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, far_heads, tokens_first
 from tilesmith.ops.rotary import norm_cases
 from tilesmith.ops.rotary.norm_cases import normed
 
-SMALL = frozenset({"test", "interpret"})
-BENCH = frozenset({"gpu", "bench", "tune"})
-GPU = frozenset({"gpu"})
 TILES = frozenset({"test", "compile"})  # shapes that Hopper's kernels serve
-
-
-def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
-    batch, heads, tokens, dim = shape
-    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
 
 
 def _packed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """[B, H, T, D] inside a [B, T, 2H, D] projection that holds other heads too."""
     batch, heads, tokens, dim = shape
-    return _tokens_first(generator, (batch, 2 * heads, tokens, dim), device)[:, heads:]
-
-
-def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 heads so far apart that a 32-bit offset of the second one overflows."""
-    _, heads, tokens, dim = shape
-    step = 2**31 + 8
-    base = torch.empty(step * (heads - 1) + tokens * dim, dtype=torch.bfloat16, device=device)
-    view = base.as_strided(shape, (step, step, dim, 1))
-    return view.copy_(torch.randn(*shape, generator=generator, device=device))
+    return tokens_first(generator, (batch, 2 * heads, tokens, dim), device)[:, heads:]
 
 
 def _angles(function: Callable[[Tensor], Tensor], repeated: str = ""):
@@ -77,7 +60,7 @@ def _rope(
     repeated: str = "",
     angle_dtype: torch.dtype | None = torch.float32,
     layout: str = "contiguous",
-    init: str | Callable = _tokens_first,
+    init: str | Callable = tokens_first,
     **others: object,
 ) -> dict:
     """Arguments of one call. table: P of [P, R/2] angles, T if None; per_token: rows of [rows, T, R/2] angles."""
@@ -139,7 +122,7 @@ CASES: dict[str, list[Case]] = {
         Case("no_tokens", _rope(2, 2, 1, 0, 16), SMALL),
         Case("no_rows", _rope(0, 2, 1, 4, 16), SMALL),
         Case("no_key_heads", _rope(1, 2, 0, 4, 16), SMALL),
-        Case("far", _rope(1, 2, None, 64, 128, init=_far), GPU, (torch.bfloat16,)),
+        Case("far", _rope(1, 2, None, 64, 128, init=far_heads), GPU, (torch.bfloat16,)),
         Case("many_tokens", _rope(3, 3, 1, 1030, 64), GPU),
         Case("llama_4x4096", _rope(4, 32, 8, 4096, 128), BENCH),
         Case("llama_1x16384", _rope(1, 32, 8, 16384, 128), BENCH),
@@ -198,7 +181,7 @@ CASES: dict[str, list[Case]] = {
         normed("tiles_row_wide", _rope(1, 33, 2, 5, 128, **REPEATED), TILES, norm_dim="row"),
         normed("row_5120", _rope(1, 40, 8, 9, 128), GPU, norm_dim="row"),
         normed("row_16384", _rope(1, 128, 8, 9, 128), GPU, norm_dim="row"),
-        normed("far", _rope(1, 2, None, 64, 128, init=_far), GPU),
+        normed("far", _rope(1, 2, None, 64, 128, init=far_heads), GPU),
         normed("many_tokens_row", _rope(2, 6, 2, 1030, 64), GPU, norm_dim="row"),
         normed("many_tokens", _rope(2, 6, 2, 1030, 64), GPU),
         normed(

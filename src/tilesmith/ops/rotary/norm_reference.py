@@ -47,7 +47,7 @@ def rms_norm_rope(
 
     Raises ValueError or TypeError for what does not fit. Sources: arXiv:1910.07467, arXiv:2104.09864, arXiv:2302.05442.
     """
-    cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset, "rms_norm_rope")
+    cos, sin = rotary.angles_of(q, cos, sin, positions, offsets, cu_seqlens, offset, "rms_norm_rope")
     rest = cos, sin, interleaved, norm_dim, eps, weight_offset, casting
     return _norm_rope(q, q_weight, *rest), q.new_empty(0) if k is None else _norm_rope(k, k_weight, *rest)
 
@@ -80,7 +80,7 @@ def rms_norm_rope_vjp(
     The gradient is rotated by the opposite angles, as in `rope_vjp`, then goes through the norm, as in `rms_norm_vjp`.
     """
     wants_q, wants_k, wants_q_weight, wants_k_weight = output_mask
-    cos, sin = rotary._angles(q, cos, sin, positions, offsets, cu_seqlens, offset, "rms_norm_rope")
+    cos, sin = rotary.angles_of(q, cos, sin, positions, offsets, cu_seqlens, offset, "rms_norm_rope")
     rest = cos, sin, interleaved, norm_dim, eps, weight_offset
     dq, dq_weight = _norm_rope_vjp(dq_out, q, q_weight, *rest, (wants_q, wants_q_weight))
     dk, dk_weight = _norm_rope_vjp(dk_out, k, k_weight, *rest, (wants_k, wants_k_weight))
@@ -100,7 +100,7 @@ def _norm_rope(
 ) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32)) if casting == "fp32" else x
     n, _ = norms.rms_norm(_rows(wide, norm_dim), weight, eps, weight_offset, casting)
-    return torch.empty_like(x).copy_(rotary._rotate(_heads(n, x), cos, sin, interleaved))
+    return torch.empty_like(x).copy_(rotary.rotate(_heads(n, x), cos, sin, interleaved))
 
 
 def _norm_rope_vjp(
@@ -118,7 +118,7 @@ def _norm_rope_vjp(
     if dout is None or not any(output_mask):
         return None, None
     acc = torch.promote_types(x.dtype, torch.float32)
-    dn = rotary._rotate(dout.to(acc), cos, -sin, interleaved)
+    dn = rotary.rotate(dout.to(acc), cos, -sin, interleaved)
     rows = _rows(x.to(acc), norm_dim)
     rstd = torch.rsqrt(rows.square().mean(-1) + eps)
     dx, dweight = norms.rms_norm_vjp(_rows(dn, norm_dim), rows, weight, rstd, weight_offset, output_mask)

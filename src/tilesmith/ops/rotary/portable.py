@@ -62,7 +62,7 @@ def rms_norm_rope(call) -> tuple[Tensor, Tensor]:
     if cos.ndim == 2 and call.positions is None and call.offsets is None and call.cu_seqlens is None:
         cos, sin = cos[offset : offset + tokens], sin[offset : offset + tokens]
     else:
-        cos, sin = reference._angles(q, cos, sin, call.positions, call.offsets, call.cu_seqlens, offset)
+        cos, sin = reference.angles_of(q, cos, sin, call.positions, call.offsets, call.cu_seqlens, offset)
     angles = [portable.aligned(x.float().reshape(-1, x.shape[-1])) for x in (cos, sin)]
     rest = (*angles, call.interleaved, call.norm_dim, call.eps, call.weight_offset, call.casting)
     k_out = q.new_empty(0) if call.k is None else _norm_rope(call.k, call.k_weight, *rest)

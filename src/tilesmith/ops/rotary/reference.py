@@ -51,8 +51,8 @@ def rope(
     Raises ValueError or TypeError for shapes and dtypes other than these, and for a table shorter than T + offset. On a
     CPU also for a position that the table does not hold, and for cu_seqlens that do not ascend from 0.
     """
-    cos, sin = _angles(q, cos, sin, positions, offsets, cu_seqlens, offset)
-    return _rotate(q, cos, sin, interleaved), q.new_empty(0) if k is None else _rotate(k, cos, sin, interleaved)
+    cos, sin = angles_of(q, cos, sin, positions, offsets, cu_seqlens, offset)
+    return rotate(q, cos, sin, interleaved), q.new_empty(0) if k is None else rotate(k, cos, sin, interleaved)
 
 
 def rope_vjp(
@@ -79,12 +79,12 @@ def rope_vjp(
     given = dq_out if dq_out is not None else dk_out
     if given is None:
         return cos.new_empty(0), cos.new_empty(0)
-    cos, sin = _angles(given, cos, sin, positions, offsets, cu_seqlens, offset)
-    dq, dk = (given.new_empty(0) if d is None else _rotate(d, cos, -sin, interleaved) for d in (dq_out, dk_out))
+    cos, sin = angles_of(given, cos, sin, positions, offsets, cu_seqlens, offset)
+    dq, dk = (given.new_empty(0) if d is None else rotate(d, cos, -sin, interleaved) for d in (dq_out, dk_out))
     return dq, dk
 
 
-def _angles(
+def angles_of(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -121,8 +121,13 @@ def _angles(
     return cos[positions].where(held, float("nan")), sin[positions].where(held, float("nan"))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [B, heads, T, D] with its first R features rotated by the angles [B or 1, T, R/2], in x's memory order."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`turned` in x's dtype and memory order."""
+    return torch.empty_like(x).copy_(turned(x, cos, sin, interleaved))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, heads, T, D] with its first R features rotated by the angles [B or 1, T, R/2], in fp32 (fp64 for fp64)."""
     acc = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos[:, None].to(acc), sin[:, None].to(acc)
     pairs = cos.shape[-1]
@@ -131,6 +136,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
         first, second = rotated[..., :pairs], rotated[..., pairs:]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.empty_like(x).copy_(torch.cat((turned, rest), dim=-1))
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    both = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((both, rest), dim=-1)

@@ -45,7 +45,7 @@ class Seen:
 
 
 def observe(
-    model: nn.Module, layers: Mapping[str, nn.Linear], calibration: Calibration, hessians: bool, gradients: bool = True
+    model: nn.Module, layers: Mapping[str, nn.Linear], calibration: Calibration, hessians: bool
 ) -> dict[str, Seen]:
     """What each layer sees while the model runs on the calibration batches.
 

@@ -1,40 +1,24 @@
-"""Example inputs of attention and merge_attention. B batch, T query tokens, S key tokens, H query heads, G kv heads."""
+"""Example inputs of attention, alone and as attention_partial.
+
+B batch, T query tokens, S key tokens, H query heads, G kv heads.
+"""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import GPU, SMALL, TEST, Init, far_heads, tokens_first
 from tilesmith.ops.attn.cases import decode as decode_cases
 from tilesmith.ops.attn.cases import fp8 as fp8_cases
 from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
-GPU = frozenset({"gpu"})
 BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
 TIMED = frozenset({"bench"})
 HALF = (torch.float16, torch.bfloat16)
-
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
-
-
-def _tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
-    batch, heads, tokens, dim = shape
-    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
-
-
-def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 heads so far apart that a 32-bit offset of the second one overflows."""
-    _, heads, tokens, dim = shape
-    step = 2**31 + 8
-    base = torch.empty(step * (heads - 1) + tokens * dim, dtype=torch.bfloat16, device=device)
-    view = base.as_strided(shape, (step, step, dim, 1))
-    return view.copy_(torch.randn(*shape, generator=generator, device=device))
 
 
 def _given(*values: int) -> Init:
@@ -126,7 +110,7 @@ def _listed(
     return args
 
 
-def _attend(
+def attend(
     batch: int = 1,
     heads: int = 2,
     kv_heads: int = 2,
@@ -146,11 +130,10 @@ def _attend(
         "k": T(batch, kv_heads, keys, dim, **kind),
         "v": T(batch, kv_heads, keys, dim_v or dim, **kind),
     }
-    rows = {"kv_lengths", "prefix_lengths"} & options.keys()
-    for name in rows:
+    for name in [n for n in ("kv_lengths", "prefix_lengths") if n in options]:
         values = options.pop(name)
         args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
-    for name in {"cu_seqlens_q", "cu_seqlens_k"} & options.keys():
+    for name in [n for n in ("cu_seqlens_q", "cu_seqlens_k") if n in options]:
         values = (0, *accumulate(options.pop(name)))
         args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
     if "mask" in options:
@@ -174,316 +157,316 @@ def _attend(
 
 def _train(batch: int, tokens: int, heads: int, dim: int, **options) -> dict:
     kv_heads = options.pop("kv_heads", heads)
-    return _attend(batch, heads, kv_heads, tokens, tokens, dim, init=_tokens_first, **options)
+    return attend(batch, heads, kv_heads, tokens, tokens, dim, init=tokens_first, **options)
 
 
 PACKED = {"cu_seqlens_q": (13, 0, 20, 7), "cu_seqlens_k": (13, 0, 20, 7)}
 
 ATTENTION = [
-    Case("plain", _attend(tokens=9, keys=9), SMALL),
-    Case("causal", _attend(2, 4, 2, 41, 41, 24, causal=True), SMALL),
-    Case("tokens_first", _attend(2, 4, 2, 20, 37, init=_tokens_first, causal=True), SMALL),
-    Case("strided", _attend(2, 2, 1, 20, 37, 24, layout="strided"), SMALL),
-    Case("transposed", _attend(1, 2, 2, 20, 24, 16, layout="transposed"), TEST),
-    Case("two_head_dims", _attend(1, 2, 2, 17, 40, 24, 40), SMALL),
-    Case("dim_72_one_kv_head", _attend(1, 3, 1, 17, 40, 72, 16, causal=True), SMALL),
-    Case("one_query", _attend(2, 2, 2, 1, 40, causal=True), SMALL),
-    Case("one_key", _attend(tokens=7, keys=1), SMALL),
-    Case("no_keys", _attend(tokens=7, keys=0, sinks=True), SMALL),
-    Case("no_queries", _attend(tokens=0, keys=7), SMALL),
-    Case("no_rows", _attend(batch=0), SMALL),
-    Case("causal_more_queries", _attend(tokens=45, keys=20, causal=True), SMALL),
-    Case("causal_more_keys", _attend(tokens=20, keys=61, causal=True), SMALL),
-    Case("window", _attend(tokens=64, keys=64, causal=True, window_left=7), SMALL),
-    Case("window_both_sides", _attend(tokens=40, keys=64, window_left=3, window_right=5), SMALL),
-    Case("window_right", _attend(tokens=40, keys=64, window_right=0), SMALL),
-    Case("window_more_queries", _attend(tokens=61, keys=20, window_left=4, window_right=9), SMALL),
-    Case("window_of_one", _attend(tokens=40, keys=40, causal=True, window_left=0), SMALL),
-    Case("softcap", _attend(tokens=20, keys=37, causal=True, softcap=50.0, scale=0.3), SMALL),
-    Case("softcap_tight", _attend(tokens=20, keys=37, softcap=2.0, scale=1.0), SMALL),
-    Case("alibi", _attend(1, 4, 2, 20, 37, alibi=(4,)), SMALL),
-    Case("alibi_of_rows", _attend(2, 2, 2, 20, 20, alibi=(2, 2), causal=True), SMALL),
-    Case("sinks", _attend(tokens=40, keys=20, causal=True, sinks=True), SMALL),
-    Case("mask", _attend(2, 2, 2, 33, 37, mask=(2, 2, 33, 37)), SMALL),
-    Case("mask_of_keys", _attend(2, 2, 2, 33, 37, mask=(2, 1, 1, 37), causal=True), SMALL),
-    Case("mask_of_queries", _attend(1, 2, 2, 33, 37, mask=(1, 1, 33, 1), sinks=True), SMALL),
-    Case("mask_of_nothing", _attend(mask=(1, 1, 2, 1), tokens=2), TEST),
-    Case("bias", _attend(2, 2, 1, 33, 37, bias=(2, 2, 33, 37)), SMALL),
-    Case("bias_of_heads", _attend(2, 2, 2, 33, 37, bias=(1, 2, 33, 37), causal=True), SMALL),
-    Case("bias_of_keys", _attend(2, 2, 2, 33, 37, bias=(2, 1, 1, 37)), SMALL),
-    Case("bias_of_queries", _attend(2, 2, 2, 33, 37, bias=(1, 1, 33, 1)), SMALL),
-    Case("bias_of_all", _attend(bias=(1, 1, 1, 1)), SMALL),
-    Case("bias_hides", _attend(2, 2, 2, 20, 37, bias=(1, 2, 20, 37), bias_init=_hidden), SMALL),
-    Case("bias_window", _attend(tokens=40, keys=50, bias=(1, 2, 40, 50), causal=True, window_left=9), SMALL),
-    Case("lengths", _attend(3, 2, 1, 5, 50, causal=True, kv_lengths=(50, 17, 0)), SMALL),
-    Case("lengths_full", _attend(2, 2, 2, 20, 50, kv_lengths=(50, 3)), SMALL),
-    Case("lengths_over_nan", {**_attend(2, 2, 2, 9, 40, kv_lengths=(40, 21)), **dict.fromkeys(
+    Case("plain", attend(tokens=9, keys=9), SMALL),
+    Case("causal", attend(2, 4, 2, 41, 41, 24, causal=True), SMALL),
+    Case("tokens_first", attend(2, 4, 2, 20, 37, init=tokens_first, causal=True), SMALL),
+    Case("strided", attend(2, 2, 1, 20, 37, 24, layout="strided"), SMALL),
+    Case("transposed", attend(1, 2, 2, 20, 24, 16, layout="transposed"), TEST),
+    Case("two_head_dims", attend(1, 2, 2, 17, 40, 24, 40), SMALL),
+    Case("dim_72_one_kv_head", attend(1, 3, 1, 17, 40, 72, 16, causal=True), SMALL),
+    Case("one_query", attend(2, 2, 2, 1, 40, causal=True), SMALL),
+    Case("one_key", attend(tokens=7, keys=1), SMALL),
+    Case("no_keys", attend(tokens=7, keys=0, sinks=True), SMALL),
+    Case("no_queries", attend(tokens=0, keys=7), SMALL),
+    Case("no_rows", attend(batch=0), SMALL),
+    Case("causal_more_queries", attend(tokens=45, keys=20, causal=True), SMALL),
+    Case("causal_more_keys", attend(tokens=20, keys=61, causal=True), SMALL),
+    Case("window", attend(tokens=64, keys=64, causal=True, window_left=7), SMALL),
+    Case("window_both_sides", attend(tokens=40, keys=64, window_left=3, window_right=5), SMALL),
+    Case("window_right", attend(tokens=40, keys=64, window_right=0), SMALL),
+    Case("window_more_queries", attend(tokens=61, keys=20, window_left=4, window_right=9), SMALL),
+    Case("window_of_one", attend(tokens=40, keys=40, causal=True, window_left=0), SMALL),
+    Case("softcap", attend(tokens=20, keys=37, causal=True, softcap=50.0, scale=0.3), SMALL),
+    Case("softcap_tight", attend(tokens=20, keys=37, softcap=2.0, scale=1.0), SMALL),
+    Case("alibi", attend(1, 4, 2, 20, 37, alibi=(4,)), SMALL),
+    Case("alibi_of_rows", attend(2, 2, 2, 20, 20, alibi=(2, 2), causal=True), SMALL),
+    Case("sinks", attend(tokens=40, keys=20, causal=True, sinks=True), SMALL),
+    Case("mask", attend(2, 2, 2, 33, 37, mask=(2, 2, 33, 37)), SMALL),
+    Case("mask_of_keys", attend(2, 2, 2, 33, 37, mask=(2, 1, 1, 37), causal=True), SMALL),
+    Case("mask_of_queries", attend(1, 2, 2, 33, 37, mask=(1, 1, 33, 1), sinks=True), SMALL),
+    Case("mask_of_nothing", attend(mask=(1, 1, 2, 1), tokens=2), TEST),
+    Case("bias", attend(2, 2, 1, 33, 37, bias=(2, 2, 33, 37)), SMALL),
+    Case("bias_of_heads", attend(2, 2, 2, 33, 37, bias=(1, 2, 33, 37), causal=True), SMALL),
+    Case("bias_of_keys", attend(2, 2, 2, 33, 37, bias=(2, 1, 1, 37)), SMALL),
+    Case("bias_of_queries", attend(2, 2, 2, 33, 37, bias=(1, 1, 33, 1)), SMALL),
+    Case("bias_of_all", attend(bias=(1, 1, 1, 1)), SMALL),
+    Case("bias_hides", attend(2, 2, 2, 20, 37, bias=(1, 2, 20, 37), bias_init=_hidden), SMALL),
+    Case("bias_window", attend(tokens=40, keys=50, bias=(1, 2, 40, 50), causal=True, window_left=9), SMALL),
+    Case("lengths", attend(3, 2, 1, 5, 50, causal=True, kv_lengths=(50, 17, 0)), SMALL),
+    Case("lengths_full", attend(2, 2, 2, 20, 50, kv_lengths=(50, 3)), SMALL),
+    Case("lengths_over_nan", {**attend(2, 2, 2, 9, 40, kv_lengths=(40, 21)), **dict.fromkeys(
         ("k", "v"), T(2, 2, 40, 16, init=_padding(40, 21)))}, SMALL),
-    Case("vectors_apart", {**_attend(3, 2, 1, 9, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
+    Case("vectors_apart", {**attend(3, 2, 1, 9, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
         "kv_lengths": T(3, dtype=torch.int32, init=_apart(20, 17, 3))}, SMALL),
-    Case("packed_apart", {**_attend(1, 2, 2, 15, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
+    Case("packed_apart", {**attend(1, 2, 2, 15, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
         **{n: T(3, dtype=torch.int32, init=_apart(0, 7, e)) for n, e in (("cu_seqlens_q", 15), ("cu_seqlens_k", 20))}},
         SMALL),
-    Case("prefix", _attend(2, 2, 2, 50, 50, causal=True, prefix_lengths=(13, 40)), SMALL),
-    Case("prefix_window", _attend(2, 2, 2, 60, 60, causal=True, window_left=5, prefix_lengths=(3, 39)), SMALL),
-    Case("prefix_window_bias", _attend(
+    Case("prefix", attend(2, 2, 2, 50, 50, causal=True, prefix_lengths=(13, 40)), SMALL),
+    Case("prefix_window", attend(2, 2, 2, 60, 60, causal=True, window_left=5, prefix_lengths=(3, 39)), SMALL),
+    Case("prefix_window_bias", attend(
         tokens=60, keys=60, causal=True, window_left=5, prefix_lengths=(39,), bias=(1, 1, 60, 60)), SMALL),
-    Case("documents", _attend(2, 2, 2, 50, 50, causal=True, documents=(17, 34)), SMALL),
-    Case("documents_over_nan", {**_attend(tokens=11, keys=5, causal=True, documents=(5, 7)), **dict.fromkeys(
+    Case("documents", attend(2, 2, 2, 50, 50, causal=True, documents=(17, 34)), SMALL),
+    Case("documents_over_nan", {**attend(tokens=11, keys=5, causal=True, documents=(5, 7)), **dict.fromkeys(
         ("k", "v"), T(1, 2, 5, 16, init=_padding(0)))}, SMALL),
-    Case("documents_cross", _attend(1, 2, 2, 33, 60, documents=(17, 50)), SMALL),
-    Case("packed", _attend(1, 4, 2, 45, 45, causal=True, **PACKED), SMALL),
-    Case("packed_cross", _attend(1, 2, 2, 40, 64, cu_seqlens_q=(13, 20, 7), cu_seqlens_k=(10, 0, 50)), SMALL),
-    Case("packed_one", _attend(tokens=20, keys=20, causal=True, cu_seqlens_q=(20,), cu_seqlens_k=(20,)), SMALL),
-    Case("packed_alibi", _attend(tokens=40, keys=40, causal=True, alibi=(4, 2), **PACKED), SMALL),
-    Case("packed_window", _attend(tokens=40, keys=40, causal=True, window_left=4, alibi=(2,), **PACKED), SMALL),
-    Case("packed_prefix", _attend(
+    Case("documents_cross", attend(1, 2, 2, 33, 60, documents=(17, 50)), SMALL),
+    Case("packed", attend(1, 4, 2, 45, 45, causal=True, **PACKED), SMALL),
+    Case("packed_cross", attend(1, 2, 2, 40, 64, cu_seqlens_q=(13, 20, 7), cu_seqlens_k=(10, 0, 50)), SMALL),
+    Case("packed_one", attend(tokens=20, keys=20, causal=True, cu_seqlens_q=(20,), cu_seqlens_k=(20,)), SMALL),
+    Case("packed_alibi", attend(tokens=40, keys=40, causal=True, alibi=(4, 2), **PACKED), SMALL),
+    Case("packed_window", attend(tokens=40, keys=40, causal=True, window_left=4, alibi=(2,), **PACKED), SMALL),
+    Case("packed_prefix", attend(
         tokens=40, keys=40, causal=True, window_left=4, prefix_lengths=(5, 0, 18, 3), **PACKED), SMALL),
-    Case("packed_lengths", _attend(
+    Case("packed_lengths", attend(
         tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
         kv_lengths=(20, 9, 16)), SMALL),
-    Case("packed_lengths_beyond", _attend(
+    Case("packed_lengths_beyond", attend(
         tokens=30, keys=60, causal=True, cu_seqlens_q=(10, 5, 15), cu_seqlens_k=(20, 20, 20),
         kv_lengths=(23, -4, 20)), SMALL),
-    Case("dropout", _attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
-    Case("dropout_apart", {**_attend(1, 1, 1, 17, 20, dropout_p=0.3), "seed": T(
+    Case("dropout", attend(2, 2, 2, 33, 36, dropout_p=0.3), SMALL),
+    Case("dropout_apart", {**attend(1, 1, 1, 17, 20, dropout_p=0.3), "seed": T(
         2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([[3, 7], [4, -9]], device=device)[:, 1])}, SMALL),
-    Case("dropout_by_eight", _attend(2, 2, 1, 33, 40, dropout_p=0.3), SMALL),
-    Case("dropout_odd", _attend(1, 4, 2, 33, 37, dropout_p=0.6, causal=True, bias=(1, 4, 1, 37)), SMALL),
-    Case("everything", _attend(
+    Case("dropout_by_eight", attend(2, 2, 1, 33, 40, dropout_p=0.3), SMALL),
+    Case("dropout_odd", attend(1, 4, 2, 33, 37, dropout_p=0.6, causal=True, bias=(1, 4, 1, 37)), SMALL),
+    Case("everything", attend(
         2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
         mask=(2, 1, 40, 52), kv_lengths=(52, 31), prefix_lengths=(4, 0), dropout_p=0.2), SMALL),
-    Case("lists", _attend(2, 2, 2, 70, 90, lists=(2, 2, 16, 16, 0.4)), SMALL),
-    Case("lists_transposed", _attend(1, 4, 2, 70, 70, causal=True, lists=(1, 2, 32, 16, 0.6, True)), SMALL),
-    Case("lists_of_heads", _attend(2, 4, 2, 50, 61, window_left=9, window_right=5, lists=(1, 4, 24, 40, 0.7)), SMALL),
-    Case("lists_ragged", _attend(1, 2, 1, 45, 45, causal=True, sinks=True, lists=(1, 1, 5, 7, 0.5)), SMALL),
-    Case("lists_packed", _attend(1, 2, 2, 45, 45, causal=True, lists=(1, 1, 16, 16, 0.6), **PACKED), SMALL),
-    Case("lists_lengths", _attend(
+    Case("lists", attend(2, 2, 2, 70, 90, lists=(2, 2, 16, 16, 0.4)), SMALL),
+    Case("lists_transposed", attend(1, 4, 2, 70, 70, causal=True, lists=(1, 2, 32, 16, 0.6, True)), SMALL),
+    Case("lists_of_heads", attend(2, 4, 2, 50, 61, window_left=9, window_right=5, lists=(1, 4, 24, 40, 0.7)), SMALL),
+    Case("lists_ragged", attend(1, 2, 1, 45, 45, causal=True, sinks=True, lists=(1, 1, 5, 7, 0.5)), SMALL),
+    Case("lists_packed", attend(1, 2, 2, 45, 45, causal=True, lists=(1, 1, 16, 16, 0.6), **PACKED), SMALL),
+    Case("lists_lengths", attend(
         2, 2, 1, 20, 50, causal=True, kv_lengths=(50, 17), lists=(2, 1, 16, 32, 0.6)), SMALL),
-    Case("lists_everything", _attend(
+    Case("lists_everything", attend(
         2, 4, 2, 40, 52, causal=True, window_left=20, softcap=5.0, alibi=(4,), sinks=True, bias=(2, 1, 40, 52),
         mask=(2, 1, 40, 52), prefix_lengths=(4, 0), documents=(17, 34), dropout_p=0.2,
         lists=(1, 4, 16, 24, 0.7)), SMALL),
-    Case("lists_bias", _attend(1, 2, 2, 40, 52, bias=(1, 2, 40, 52), lists=(1, 2, 12, 24, 0.5)), SMALL),
-    Case("lists_of_nothing", _attend(tokens=20, keys=20, lists=(1, 1, 32, 32, 0.5)), SMALL),
-    Case("d64_small", _attend(1, 2, 1, 70, 130, 64, causal=True, sinks=True), SMALL),
-    Case("d72_small", _attend(1, 2, 2, 20, 40, 72, window_left=9, softcap=9.0), SMALL),
-    Case("d64_packed_small", _attend(
+    Case("lists_bias", attend(1, 2, 2, 40, 52, bias=(1, 2, 40, 52), lists=(1, 2, 12, 24, 0.5)), SMALL),
+    Case("lists_of_nothing", attend(tokens=20, keys=20, lists=(1, 1, 32, 32, 0.5)), SMALL),
+    Case("d64_small", attend(1, 2, 1, 70, 130, 64, causal=True, sinks=True), SMALL),
+    Case("d72_small", attend(1, 2, 2, 20, 40, 72, window_left=9, softcap=9.0), SMALL),
+    Case("d64_packed_small", attend(
         1, 2, 1, 50, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
-    Case("d64_window_small", _attend(1, 2, 1, 140, 150, 64, causal=True, window_left=30), SMALL),
-    Case("d64_narrow_small", _attend(1, 2, 2, 150, 140, 64, causal=True, window_left=30), SMALL),
-    Case("d64_lists_small", _attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
-    Case("d128_lists_small", _attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
-    Case("d512_small", _attend(1, 2, 1, 40, 45, 512, causal=True, sinks=True), SMALL),
-    Case("d512_packed_small", _attend(
+    Case("d64_window_small", attend(1, 2, 1, 140, 150, 64, causal=True, window_left=30), SMALL),
+    Case("d64_narrow_small", attend(1, 2, 2, 150, 140, 64, causal=True, window_left=30), SMALL),
+    Case("d64_lists_small", attend(1, 2, 1, 130, 130, 64, causal=True, lists=(1, 1, 128, 64, 0.6)), SMALL),
+    Case("d128_lists_small", attend(1, 2, 1, 130, 130, 128, causal=True, lists=(1, 1, 128, 128, 0.9)), SMALL),
+    Case("d512_small", attend(1, 2, 1, 40, 45, 512, causal=True, sinks=True), SMALL),
+    Case("d512_packed_small", attend(
         1, 2, 1, 40, 45, 512, causal=True, sinks=True, cu_seqlens_q=(13, 0, 27), cu_seqlens_k=(15, 5, 25)), SMALL),
-    Case("d264_packed_window_small", _attend(
+    Case("d264_packed_window_small", attend(
         1, 2, 2, 40, 40, 264, causal=True, window_left=4, softcap=9.0, **PACKED), SMALL),
-    Case("d320_documents_small", _attend(1, 2, 1, 40, 40, 320, causal=True, documents=(17, 34)), SMALL),
-    Case("d512_everything_small", _attend(
+    Case("d320_documents_small", attend(1, 2, 1, 40, 40, 320, causal=True, documents=(17, 34)), SMALL),
+    Case("d512_everything_small", attend(
         2, 2, 1, 20, 26, 512, 264, causal=True, window_left=20, softcap=5.0, alibi=(2,), sinks=True,
         bias=(2, 1, 20, 26), mask=(2, 1, 20, 26), kv_lengths=(26, 15), prefix_lengths=(4, 0), dropout_p=0.2), SMALL),
-    Case("d192_128_small", _attend(1, 2, 1, 70, 40, 192, 128, causal=True), SMALL),
-    Case("d256_small", _attend(1, 2, 2, 20, 40, 256), SMALL),
-    Case("d64_dropout_small", _attend(1, 2, 1, 70, 136, 64, causal=True, dropout_p=0.3), SMALL),
-    Case("d64_dropout_packed_small", _attend(
+    Case("d192_128_small", attend(1, 2, 1, 70, 40, 192, 128, causal=True), SMALL),
+    Case("d256_small", attend(1, 2, 2, 20, 40, 256), SMALL),
+    Case("d64_dropout_small", attend(1, 2, 1, 70, 136, 64, causal=True, dropout_p=0.3), SMALL),
+    Case("d64_dropout_packed_small", attend(
         1, 2, 1, 50, 60, 64, causal=True, dropout_p=0.6, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
-    Case("d128_dropout_small", _attend(1, 2, 2, 20, 45, 128, sinks=True, dropout_p=0.3), SMALL),
-    Case("d128_shares_small", _attend(1, 8, 1, 250, 40, 128), TEST | {"compile"}),
-    Case("d128_key_shares_small", _attend(1, 1, 1, 20, 4000, 128), TEST | {"compile"}),
-    Case("d128_causal_key_shares_small", _attend(1, 1, 1, 20, 4000, 128, causal=True), TEST | {"compile"}),
-    Case("d64_key_shares_small", _attend(1, 1, 1, 20, 4000, 64), TEST | {"compile"}),
-    Case("d64_tiles", _attend(2, 4, 4, 1030, 1030, 64, init=_tokens_first), GPU, HALF),
-    Case("d64_causal_tiles", _attend(2, 8, 2, 1030, 1030, 64, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d128_tiles", _attend(2, 4, 4, 777, 1030, 128, init=_tokens_first), GPU, HALF),
-    Case("d128_causal_tiles", _attend(2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d128_whole_tiles", _attend(2, 4, 4, 1024, 1024, 128, causal=True), GPU, HALF),
-    Case("d128_whole_more_keys", _attend(2, 4, 2, 384, 1152, 128, causal=True, softcap=9.0, sinks=True), GPU, HALF),
-    Case("d128_whole_more_queries", _attend(2, 4, 2, 640, 256, 128, causal=True), GPU, HALF),
-    Case("d64_two_programs", _attend(4, 20, 4, 500, 500, 64, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d64_whole_turns", _attend(2, 6, 2, 448, 2112, 64, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d64_whole_turns_softcap", _attend(1, 4, 2, 320, 2176, 64, causal=True, softcap=9.0, sinks=True), GPU, HALF),
-    Case("d64_whole_more_queries", _attend(1, 12, 12, 2240, 2112, 64, causal=True), GPU, HALF),
-    Case("d64_causal_turns", _attend(1, 4, 2, 4200, 4200, 64, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d128_shares", _attend(1, 8, 2, 700, 300, 128), GPU, HALF),
-    Case("d128_shares_behind", _attend(2, 32, 16, 900, 640, 128, init=_tokens_first), GPU, HALF),
-    Case("d64_shares", _attend(1, 12, 2, 700, 520, 64), GPU, HALF),
-    Case("d128_causal_sections", _attend(2, 32, 16, 600, 760, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d64_turns", _attend(2, 12, 12, 600, 900, 64, deterministic=True), GPU, HALF),
-    Case("d128_key_shares", _attend(2, 6, 2, 300, 2700, 128), GPU, HALF),
-    Case("d128_key_shares_behind", _attend(1, 92, 4, 130, 3072, 128, init=_tokens_first), GPU, HALF),
-    Case("d128_key_shares_softcap", _attend(2, 75, 25, 100, 3000, 128, softcap=9.0, sinks=True), GPU, HALF),
-    Case("d128_causal_key_shares", _attend(1, 6, 2, 300, 4100, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d128_right_key_shares", _attend(1, 2, 2, 4100, 4000, 128, window_right=70, softcap=9.0), GPU, HALF),
-    Case("d64_key_shares", _attend(2, 6, 2, 300, 2700, 64, init=_tokens_first, softcap=9.0, sinks=True), GPU, HALF),
-    Case("d64_key_shares_behind", _attend(1, 67, 67, 200, 2600, 64), GPU, HALF),
-    Case("d96_128_key_shares", _attend(1, 3, 3, 200, 2600, 96, 128), GPU, HALF),
-    Case("d96_tiles", _attend(2, 4, 2, 520, 520, 96, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d80_tiles", _attend(2, 4, 2, 520, 517, 80, init=_tokens_first), GPU, HALF),
-    Case("d72_causal_tiles", _attend(1, 4, 4, 700, 700, 72, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d80_key_shares", _attend(1, 4, 4, 2500, 2500, 80, init=_tokens_first), GPU, HALF),
-    Case("d96_turns", _attend(2, 6, 6, 600, 900, 96, deterministic=True), GPU, HALF),
-    Case("d80_packed", _attend(
+    Case("d128_dropout_small", attend(1, 2, 2, 20, 45, 128, sinks=True, dropout_p=0.3), SMALL),
+    Case("d128_shares_small", attend(1, 8, 1, 250, 40, 128), TEST | {"compile"}),
+    Case("d128_key_shares_small", attend(1, 1, 1, 20, 4000, 128), TEST | {"compile"}),
+    Case("d128_causal_key_shares_small", attend(1, 1, 1, 20, 4000, 128, causal=True), TEST | {"compile"}),
+    Case("d64_key_shares_small", attend(1, 1, 1, 20, 4000, 64), TEST | {"compile"}),
+    Case("d64_tiles", attend(2, 4, 4, 1030, 1030, 64, init=tokens_first), GPU, HALF),
+    Case("d64_causal_tiles", attend(2, 8, 2, 1030, 1030, 64, init=tokens_first, causal=True), GPU, HALF),
+    Case("d128_tiles", attend(2, 4, 4, 777, 1030, 128, init=tokens_first), GPU, HALF),
+    Case("d128_causal_tiles", attend(2, 8, 2, 1030, 1030, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("d128_whole_tiles", attend(2, 4, 4, 1024, 1024, 128, causal=True), GPU, HALF),
+    Case("d128_whole_more_keys", attend(2, 4, 2, 384, 1152, 128, causal=True, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d128_whole_more_queries", attend(2, 4, 2, 640, 256, 128, causal=True), GPU, HALF),
+    Case("d64_two_programs", attend(4, 20, 4, 500, 500, 64, init=tokens_first, causal=True), GPU, HALF),
+    Case("d64_whole_turns", attend(2, 6, 2, 448, 2112, 64, init=tokens_first, causal=True), GPU, HALF),
+    Case("d64_whole_turns_softcap", attend(1, 4, 2, 320, 2176, 64, causal=True, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d64_whole_more_queries", attend(1, 12, 12, 2240, 2112, 64, causal=True), GPU, HALF),
+    Case("d64_causal_turns", attend(1, 4, 2, 4200, 4200, 64, init=tokens_first, causal=True), GPU, HALF),
+    Case("d128_shares", attend(1, 8, 2, 700, 300, 128), GPU, HALF),
+    Case("d128_shares_behind", attend(2, 32, 16, 900, 640, 128, init=tokens_first), GPU, HALF),
+    Case("d64_shares", attend(1, 12, 2, 700, 520, 64), GPU, HALF),
+    Case("d128_causal_sections", attend(2, 32, 16, 600, 760, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("d64_turns", attend(2, 12, 12, 600, 900, 64, deterministic=True), GPU, HALF),
+    Case("d128_key_shares", attend(2, 6, 2, 300, 2700, 128), GPU, HALF),
+    Case("d128_key_shares_behind", attend(1, 92, 4, 130, 3072, 128, init=tokens_first), GPU, HALF),
+    Case("d128_key_shares_softcap", attend(2, 75, 25, 100, 3000, 128, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d128_causal_key_shares", attend(1, 6, 2, 300, 4100, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("d128_right_key_shares", attend(1, 2, 2, 4100, 4000, 128, window_right=70, softcap=9.0), GPU, HALF),
+    Case("d64_key_shares", attend(2, 6, 2, 300, 2700, 64, init=tokens_first, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d64_key_shares_behind", attend(1, 67, 67, 200, 2600, 64), GPU, HALF),
+    Case("d96_128_key_shares", attend(1, 3, 3, 200, 2600, 96, 128), GPU, HALF),
+    Case("d96_tiles", attend(2, 4, 2, 520, 520, 96, init=tokens_first, causal=True), GPU, HALF),
+    Case("d80_tiles", attend(2, 4, 2, 520, 517, 80, init=tokens_first), GPU, HALF),
+    Case("d72_causal_tiles", attend(1, 4, 4, 700, 700, 72, init=tokens_first, causal=True), GPU, HALF),
+    Case("d80_key_shares", attend(1, 4, 4, 2500, 2500, 80, init=tokens_first), GPU, HALF),
+    Case("d96_turns", attend(2, 6, 6, 600, 900, 96, deterministic=True), GPU, HALF),
+    Case("d80_packed", attend(
         1, 4, 2, 1000, 1000, 80, causal=True, cu_seqlens_q=(130, 1, 269, 600), cu_seqlens_k=(130, 1, 269, 600)),
         GPU, HALF),
-    Case("d72_key_shares_behind", _attend(1, 140, 4, 120, 3072, 72, init=_tokens_first), GPU, HALF),
-    Case("d96_causal_key_shares", _attend(1, 6, 2, 300, 4100, 96, causal=True, softcap=9.0), GPU, HALF),
-    Case("d88_group_of_3", _attend(2, 9, 3, 333, 517, 88, causal=True, sinks=True), GPU, HALF),
-    Case("d96_whole_more_keys", _attend(2, 4, 2, 384, 1152, 96, causal=True, softcap=9.0, sinks=True), GPU, HALF),
-    Case("d80_whole_more_queries", _attend(2, 4, 2, 640, 256, 80, causal=True), GPU, HALF),
-    Case("d72_two_programs", _attend(5, 16, 16, 729, 729, 72, init=_tokens_first), GPU, HALF),
-    Case("d80_window", _attend(1, 4, 2, 300, 700, 80, causal=True, window_left=200), GPU, HALF),
-    Case("d72_packed_window", _attend(
+    Case("d72_key_shares_behind", attend(1, 140, 4, 120, 3072, 72, init=tokens_first), GPU, HALF),
+    Case("d96_causal_key_shares", attend(1, 6, 2, 300, 4100, 96, causal=True, softcap=9.0), GPU, HALF),
+    Case("d88_group_of_3", attend(2, 9, 3, 333, 517, 88, causal=True, sinks=True), GPU, HALF),
+    Case("d96_whole_more_keys", attend(2, 4, 2, 384, 1152, 96, causal=True, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d80_whole_more_queries", attend(2, 4, 2, 640, 256, 80, causal=True), GPU, HALF),
+    Case("d72_two_programs", attend(5, 16, 16, 729, 729, 72, init=tokens_first), GPU, HALF),
+    Case("d80_window", attend(1, 4, 2, 300, 700, 80, causal=True, window_left=200), GPU, HALF),
+    Case("d72_packed_window", attend(
         1, 4, 2, 300, 720, 72, window_left=100, window_right=33, cu_seqlens_q=(100, 5, 150),
         cu_seqlens_k=(300, 20, 400)), GPU, HALF),
-    Case("d80_lists", _attend(
-        1, 4, 2, 520, 520, 80, init=_tokens_first, causal=True, lists=(1, 4, 128, 128, 0.4)), GPU, HALF),
-    Case("d96_lists_narrow", _attend(1, 2, 2, 400, 400, 96, lists=(1, 1, 256, 64, 0.5)), GPU, HALF),
-    Case("d72_64_tiles", _attend(1, 4, 2, 300, 520, 72, 64, causal=True), GPU, HALF),
-    Case("d64_96_tiles", _attend(2, 4, 2, 520, 517, 64, 96), GPU, HALF),
-    Case("d192_80_tiles", _attend(1, 4, 2, 300, 520, 192, 80, causal=True), GPU, HALF),
-    Case("d128_group_of_7", _attend(1, 14, 2, 700, 700, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d64_group_of_3", _attend(2, 9, 3, 333, 517, 64, causal=True), GPU, HALF),
-    Case("d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d192_128_grouped", _attend(1, 6, 2, 300, 700, 192, 128, sinks=True, softcap=9.0), GPU, HALF),
-    Case("d192_128_window", _attend(1, 4, 2, 300, 700, 192, 128, causal=True, window_left=200), GPU, HALF),
-    Case("d192_128_more_queries", _attend(2, 4, 2, 300, 130, 192, 128, causal=True, sinks=True), GPU, HALF),
-    Case("d192_128_packed", _attend(
+    Case("d80_lists", attend(
+        1, 4, 2, 520, 520, 80, init=tokens_first, causal=True, lists=(1, 4, 128, 128, 0.4)), GPU, HALF),
+    Case("d96_lists_narrow", attend(1, 2, 2, 400, 400, 96, lists=(1, 1, 256, 64, 0.5)), GPU, HALF),
+    Case("d72_64_tiles", attend(1, 4, 2, 300, 520, 72, 64, causal=True), GPU, HALF),
+    Case("d64_96_tiles", attend(2, 4, 2, 520, 517, 64, 96), GPU, HALF),
+    Case("d192_80_tiles", attend(1, 4, 2, 300, 520, 192, 80, causal=True), GPU, HALF),
+    Case("d128_group_of_7", attend(1, 14, 2, 700, 700, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("d64_group_of_3", attend(2, 9, 3, 333, 517, 64, causal=True), GPU, HALF),
+    Case("d192_128_tiles", attend(2, 4, 4, 520, 520, 192, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("d192_128_grouped", attend(1, 6, 2, 300, 700, 192, 128, sinks=True, softcap=9.0), GPU, HALF),
+    Case("d192_128_window", attend(1, 4, 2, 300, 700, 192, 128, causal=True, window_left=200), GPU, HALF),
+    Case("d192_128_more_queries", attend(2, 4, 2, 300, 130, 192, 128, causal=True, sinks=True), GPU, HALF),
+    Case("d192_128_packed", attend(
         1, 4, 2, 700, 700, 192, 128, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
-    Case("d192_128_whole", _attend(2, 4, 4, 512, 640, 192, 128, causal=True), GPU, HALF),
-    Case("d192_128_lists", _attend(
-        1, 4, 2, 520, 520, 192, 128, init=_tokens_first, causal=True, lists=(1, 4, 128, 128, 0.4)), GPU, HALF),
-    Case("d192_128_lists_narrow", _attend(1, 2, 2, 400, 400, 192, 128, lists=(1, 1, 256, 64, 0.5)), GPU, HALF),
-    Case("d184_120_tiles", _attend(1, 2, 2, 200, 300, 184, 120), GPU, HALF),
-    Case("d128_64_tiles", _attend(2, 4, 2, 520, 520, 128, 64, causal=True), GPU, HALF),
-    Case("d64_128_tiles", _attend(1, 4, 2, 300, 520, 64, 128), GPU, HALF),
-    Case("d256_128_tiles", _attend(1, 4, 2, 300, 520, 256, 128, causal=True), GPU, HALF),
-    Case("d192_256_tiles", _attend(1, 2, 2, 300, 300, 192, 256), GPU, HALF),
-    Case("d192_tiles", _attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),
-    Case("d512_tiles", _attend(1, 4, 2, 300, 520, 512, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d320_tiles", _attend(1, 2, 2, 200, 130, 320, window_left=70, window_right=33), GPU, HALF),
-    Case("d512_whole_tiles", _attend(2, 4, 1, 256, 384, 512), GPU, HALF),
-    Case("d512_more_queries", _attend(1, 4, 2, 300, 130, 512, causal=True, sinks=True), GPU, HALF),
-    Case("d264_tiles", _attend(2, 4, 2, 333, 517, 264, causal=True), GPU, HALF),
-    Case("d384_512_tiles", _attend(1, 4, 1, 257, 257, 384, 512, causal=True, deterministic=True), GPU, HALF),
-    Case("d512_288_window", _attend(1, 2, 2, 900, 900, 512, 288, causal=True, window_left=100), GPU, HALF),
-    Case("d512_softcap", _attend(1, 2, 2, 300, 300, 512, causal=True, softcap=9.0), GPU, HALF),
-    Case("d512_many", _attend(1, 40, 8, 700, 700, 512, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d512_full_tiles", _attend(2, 2, 2, 390, 270, 512, init=_tokens_first), GPU, HALF),
-    Case("d512_right", _attend(1, 4, 2, 500, 420, 512, window_right=70), GPU, HALF),
-    Case("d512_window_tiles", _attend(1, 4, 4, 700, 900, 512, causal=True, window_left=300, sinks=True), GPU, HALF),
-    Case("d512_264_grouped", _attend(1, 6, 2, 300, 700, 512, 264, causal=True), GPU, HALF),
-    Case("d320_512_more_queries", _attend(1, 4, 4, 640, 130, 320, 512, causal=True, softcap=9.0), GPU, HALF),
-    Case("d512_one_token", _attend(2, 2, 1, 1, 300, 512, causal=True), GPU, HALF),
-    Case("d512_packed_tiles", _attend(
-        1, 4, 2, 900, 900, 512, init=_tokens_first, causal=True, cu_seqlens_q=(417, 0, 130, 353),
+    Case("d192_128_whole", attend(2, 4, 4, 512, 640, 192, 128, causal=True), GPU, HALF),
+    Case("d192_128_lists", attend(
+        1, 4, 2, 520, 520, 192, 128, init=tokens_first, causal=True, lists=(1, 4, 128, 128, 0.4)), GPU, HALF),
+    Case("d192_128_lists_narrow", attend(1, 2, 2, 400, 400, 192, 128, lists=(1, 1, 256, 64, 0.5)), GPU, HALF),
+    Case("d184_120_tiles", attend(1, 2, 2, 200, 300, 184, 120), GPU, HALF),
+    Case("d128_64_tiles", attend(2, 4, 2, 520, 520, 128, 64, causal=True), GPU, HALF),
+    Case("d64_128_tiles", attend(1, 4, 2, 300, 520, 64, 128), GPU, HALF),
+    Case("d256_128_tiles", attend(1, 4, 2, 300, 520, 256, 128, causal=True), GPU, HALF),
+    Case("d192_256_tiles", attend(1, 2, 2, 300, 300, 192, 256), GPU, HALF),
+    Case("d192_tiles", attend(1, 4, 4, 300, 700, 192, causal=True, window_left=200), GPU, HALF),
+    Case("d512_tiles", attend(1, 4, 2, 300, 520, 512, init=tokens_first, causal=True), GPU, HALF),
+    Case("d320_tiles", attend(1, 2, 2, 200, 130, 320, window_left=70, window_right=33), GPU, HALF),
+    Case("d512_whole_tiles", attend(2, 4, 1, 256, 384, 512), GPU, HALF),
+    Case("d512_more_queries", attend(1, 4, 2, 300, 130, 512, causal=True, sinks=True), GPU, HALF),
+    Case("d264_tiles", attend(2, 4, 2, 333, 517, 264, causal=True), GPU, HALF),
+    Case("d384_512_tiles", attend(1, 4, 1, 257, 257, 384, 512, causal=True, deterministic=True), GPU, HALF),
+    Case("d512_288_window", attend(1, 2, 2, 900, 900, 512, 288, causal=True, window_left=100), GPU, HALF),
+    Case("d512_softcap", attend(1, 2, 2, 300, 300, 512, causal=True, softcap=9.0), GPU, HALF),
+    Case("d512_many", attend(1, 40, 8, 700, 700, 512, init=tokens_first, causal=True), GPU, HALF),
+    Case("d512_full_tiles", attend(2, 2, 2, 390, 270, 512, init=tokens_first), GPU, HALF),
+    Case("d512_right", attend(1, 4, 2, 500, 420, 512, window_right=70), GPU, HALF),
+    Case("d512_window_tiles", attend(1, 4, 4, 700, 900, 512, causal=True, window_left=300, sinks=True), GPU, HALF),
+    Case("d512_264_grouped", attend(1, 6, 2, 300, 700, 512, 264, causal=True), GPU, HALF),
+    Case("d320_512_more_queries", attend(1, 4, 4, 640, 130, 320, 512, causal=True, softcap=9.0), GPU, HALF),
+    Case("d512_one_token", attend(2, 2, 1, 1, 300, 512, causal=True), GPU, HALF),
+    Case("d512_packed_tiles", attend(
+        1, 4, 2, 900, 900, 512, init=tokens_first, causal=True, cu_seqlens_q=(417, 0, 130, 353),
         cu_seqlens_k=(417, 0, 130, 353)), GPU, HALF),
-    Case("d512_packed_cross_tiles", _attend(
+    Case("d512_packed_cross_tiles", attend(
         1, 4, 1, 700, 900, 512, causal=True, window_left=200, sinks=True, cu_seqlens_q=(300, 5, 395),
         cu_seqlens_k=(200, 300, 400)), GPU, HALF),
-    Case("d264_packed_tiles", _attend(
-        1, 8, 2, 640, 640, 264, init=_tokens_first, causal=True, cu_seqlens_q=(300, 340),
+    Case("d264_packed_tiles", attend(
+        1, 8, 2, 640, 640, 264, init=tokens_first, causal=True, cu_seqlens_q=(300, 340),
         cu_seqlens_k=(300, 340)), GPU, HALF),
-    Case("d512_documents_tiles", _attend(2, 4, 2, 500, 500, 512, causal=True, documents=(170, 340)), GPU, HALF),
-    Case("d512_lengths_tiles", _attend(2, 4, 2, 500, 700, 512, causal=True, kv_lengths=(700, 333)), GPU, HALF),
-    Case("d512_bands", _attend(1, 4, 2, 2300, 2300, 512, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d512_bands_full", _attend(1, 4, 1, 2500, 2500, 512, 320), GPU, HALF),
-    Case("d512_bands_window", _attend(1, 4, 1, 3000, 2900, 512, window_left=400, window_right=90), GPU, HALF),
-    Case("d512_bands_of_heads", _attend(1, 16, 1, 200, 9000, 512, causal=True), GPU, HALF),
-    Case("d256_more_queries", _attend(2, 4, 2, 300, 130, 256, causal=True, sinks=True), GPU, HALF),
-    Case("d256_packed", _attend(
+    Case("d512_documents_tiles", attend(2, 4, 2, 500, 500, 512, causal=True, documents=(170, 340)), GPU, HALF),
+    Case("d512_lengths_tiles", attend(2, 4, 2, 500, 700, 512, causal=True, kv_lengths=(700, 333)), GPU, HALF),
+    Case("d512_bands", attend(1, 4, 2, 2300, 2300, 512, init=tokens_first, causal=True), GPU, HALF),
+    Case("d512_bands_full", attend(1, 4, 1, 2500, 2500, 512, 320), GPU, HALF),
+    Case("d512_bands_window", attend(1, 4, 1, 3000, 2900, 512, window_left=400, window_right=90), GPU, HALF),
+    Case("d512_bands_of_heads", attend(1, 16, 1, 200, 9000, 512, causal=True), GPU, HALF),
+    Case("d256_more_queries", attend(2, 4, 2, 300, 130, 256, causal=True, sinks=True), GPU, HALF),
+    Case("d256_packed", attend(
         1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
-    Case("d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d64_more_queries", _attend(2, 4, 2, 300, 130, 64, causal=True), GPU, HALF),
-    Case("d64_long", _attend(1, 4, 2, 500, 2100, 64), GPU, HALF),
-    Case("d64_causal_long", _attend(1, 4, 2, 700, 8300, 64, init=_tokens_first, causal=True, sinks=True), GPU, HALF),
-    Case("d64_packed_long", _attend(
+    Case("d256_tiles", attend(2, 4, 2, 520, 520, 256, init=tokens_first, causal=True), GPU, HALF),
+    Case("d64_more_queries", attend(2, 4, 2, 300, 130, 64, causal=True), GPU, HALF),
+    Case("d64_long", attend(1, 4, 2, 500, 2100, 64), GPU, HALF),
+    Case("d64_causal_long", attend(1, 4, 2, 700, 8300, 64, init=tokens_first, causal=True, sinks=True), GPU, HALF),
+    Case("d64_packed_long", attend(
         1, 4, 2, 900, 8300, 64, causal=True, cu_seqlens_q=(300, 5, 595), cu_seqlens_k=(4000, 300, 4000)), GPU, HALF),
-    Case("d128_more_queries", _attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
-    Case("d128_one_query", _attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
-    Case("d128_window_sinks", _attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
-    Case("d64_window_128", _attend(1, 8, 2, 900, 1100, 64, causal=True, window_left=127, sinks=True), GPU, HALF),
-    Case("d64_narrow", _attend(
-        2, 4, 4, 1500, 1500, 64, init=_tokens_first, causal=True, window_left=127, deterministic=True), GPU, HALF),
-    Case("d64_narrow_softcap", _attend(1, 8, 8, 900, 700, 64, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
-    Case("d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, init=_tokens_first, causal=True, window_left=127), GPU, HALF),
-    Case("d128_narrow_softcap", _attend(
+    Case("d128_more_queries", attend(2, 4, 2, 300, 130, 128, causal=True), GPU, HALF),
+    Case("d128_one_query", attend(2, 8, 2, 1, 700, 128, causal=True), GPU, HALF),
+    Case("d128_window_sinks", attend(1, 8, 2, 900, 900, 128, causal=True, window_left=200, sinks=True), GPU, HALF),
+    Case("d64_window_128", attend(1, 8, 2, 900, 1100, 64, causal=True, window_left=127, sinks=True), GPU, HALF),
+    Case("d64_narrow", attend(
+        2, 4, 4, 1500, 1500, 64, init=tokens_first, causal=True, window_left=127, deterministic=True), GPU, HALF),
+    Case("d64_narrow_softcap", attend(1, 8, 8, 900, 700, 64, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
+    Case("d128_narrow", attend(2, 4, 4, 1500, 1400, 128, init=tokens_first, causal=True, window_left=127), GPU, HALF),
+    Case("d128_narrow_softcap", attend(
         1, 4, 4, 900, 700, 128, window_left=60, window_right=20, softcap=9.0), GPU, HALF),
-    Case("d96_narrow", _attend(1, 4, 4, 700, 700, 96, causal=True, window_left=90, sinks=True), GPU, HALF),
-    Case("d96_window_sides", _attend(
-        2, 4, 4, 700, 500, 96, 128, init=_tokens_first, window_left=64, window_right=64), GPU, HALF),
-    Case("d136_tiles", _attend(1, 4, 2, 300, 500, 136, init=_tokens_first, causal=True), GPU, HALF),
-    Case("d256_both_sides", _attend(1, 4, 2, 400, 300, 256, window_left=70, window_right=33), GPU, HALF),
-    Case("d256_deterministic", _attend(1, 8, 2, 700, 700, 256, causal=True, deterministic=True), GPU, HALF),
-    Case("d128_deterministic", _attend(
-        2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
-    Case("d128_deterministic_sections", _attend(
-        1, 3, 3, 8190, 8250, 128, init=_tokens_first, causal=True, deterministic=True), GPU, HALF),
-    Case("d128_deterministic_sections_behind", _attend(
+    Case("d96_narrow", attend(1, 4, 4, 700, 700, 96, causal=True, window_left=90, sinks=True), GPU, HALF),
+    Case("d96_window_sides", attend(
+        2, 4, 4, 700, 500, 96, 128, init=tokens_first, window_left=64, window_right=64), GPU, HALF),
+    Case("d136_tiles", attend(1, 4, 2, 300, 500, 136, init=tokens_first, causal=True), GPU, HALF),
+    Case("d256_both_sides", attend(1, 4, 2, 400, 300, 256, window_left=70, window_right=33), GPU, HALF),
+    Case("d256_deterministic", attend(1, 8, 2, 700, 700, 256, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic", attend(
+        2, 8, 2, 1030, 1030, 128, init=tokens_first, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_sections", attend(
+        1, 3, 3, 8190, 8250, 128, init=tokens_first, causal=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_sections_behind", attend(
         1, 3, 3, 8330, 8250, 128, causal=True, deterministic=True), GPU, HALF),
-    Case("d64_deterministic", _attend(2, 8, 8, 900, 1300, 64, deterministic=True), GPU, HALF),
-    Case("d64_deterministic_one_start", _attend(2, 128, 16, 1300, 600, 64, deterministic=True), GPU, HALF),
-    Case("d128_deterministic_ring", _attend(2, 6, 2, 2100, 2200, 128, sinks=True, deterministic=True), GPU, HALF),
-    Case("d128_deterministic_ring_drawn", _attend(
-        1, 12, 12, 1990, 2050, 128, init=_tokens_first, deterministic=True), GPU, HALF),
-    Case("d128_deterministic_ring_more_keys", _attend(1, 8, 4, 100, 1100, 128, deterministic=True), GPU, HALF),
-    Case("d96_deterministic_window", _attend(
+    Case("d64_deterministic", attend(2, 8, 8, 900, 1300, 64, deterministic=True), GPU, HALF),
+    Case("d64_deterministic_one_start", attend(2, 128, 16, 1300, 600, 64, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring", attend(2, 6, 2, 2100, 2200, 128, sinks=True, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring_drawn", attend(
+        1, 12, 12, 1990, 2050, 128, init=tokens_first, deterministic=True), GPU, HALF),
+    Case("d128_deterministic_ring_more_keys", attend(1, 8, 4, 100, 1100, 128, deterministic=True), GPU, HALF),
+    Case("d96_deterministic_window", attend(
         1, 8, 2, 1500, 1500, 96, causal=True, window_left=200, deterministic=True), GPU, HALF),
-    Case("d64_deterministic_packed", _attend(
+    Case("d64_deterministic_packed", attend(
         1, 8, 2, 1100, 1100, 64, causal=True, deterministic=True, cu_seqlens_q=(300, 5, 790),
         cu_seqlens_k=(300, 5, 790)), GPU, HALF),
-    Case("d64_both_sides", _attend(1, 8, 8, 700, 900, 64, window_left=70, window_right=33), GPU, HALF),
-    Case("fp32_tiles", _attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
-    Case("window_tiles", _attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),
-    *(Case(name, _attend(*sizes, init=_tokens_first, **options), GPU, HALF)
+    Case("d64_both_sides", attend(1, 8, 8, 700, 900, 64, window_left=70, window_right=33), GPU, HALF),
+    Case("fp32_tiles", attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
+    Case("window_tiles", attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),
+    *(Case(name, attend(*sizes, init=tokens_first, **options), GPU, HALF)
       for name, (sizes, options) in WINDOW_PACKED.items()),
-    Case("packed_tiles", _attend(
-        1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
+    Case("packed_tiles", attend(
+        1, 8, 2, 2000, 2000, 128, init=tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
         cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),
-    Case("d64_packed_tail", _attend(
+    Case("d64_packed_tail", attend(
         1, 4, 4, 1000, 1000, 64, causal=True, cu_seqlens_q=(130, 1, 64, 600), cu_seqlens_k=(130, 1, 64, 600)),
         GPU, HALF),
-    Case("packed_many", _attend(
+    Case("packed_many", attend(
         1, 4, 2, 1240, 1240, 128, causal=True, cu_seqlens_q=(31,) * 40, cu_seqlens_k=(31,) * 40), GPU, HALF),
-    Case("packed_cross_window", _attend(
-        1, 4, 2, 530, 760, 128, init=_tokens_first, causal=True, window_left=70, sinks=True,
+    Case("packed_cross_window", attend(
+        1, 4, 2, 530, 760, 128, init=tokens_first, causal=True, window_left=70, sinks=True,
         cu_seqlens_q=(13, 200, 0, 300, 1), cu_seqlens_k=(100, 0, 50, 150, 400)), GPU, HALF),
-    Case("d64_packed_lengths", _attend(
+    Case("d64_packed_lengths", attend(
         1, 4, 2, 300, 720, 64, window_left=100, window_right=33, cu_seqlens_q=(100, 5, 150),
         cu_seqlens_k=(200, 200, 300), kv_lengths=(200, 90, 160)), GPU, HALF),
-    Case("documents_tiles", _attend(1, 4, 2, 1100, 1100, 128, causal=True, documents=(300, 310, 900)), GPU, HALF),
-    Case("bias_tiles", _attend(2, 4, 4, 500, 500, 64, bias=(1, 4, 500, 500)), GPU, HALF),
-    Case("mask_tiles", _attend(2, 4, 4, 500, 500, 128, mask=(2, 1, 500, 500)), GPU, HALF),
-    Case("softcap_tiles", _attend(1, 8, 4, 700, 700, 256, causal=True, softcap=50.0, window_left=300), GPU, HALF),
-    Case("dropout_tiles", _attend(1, 4, 2, 600, 600, 128, causal=True, dropout_p=0.2), GPU, HALF),
-    Case("dropout_d64", _attend(2, 8, 2, 520, 712, 64, causal=True, sinks=True, dropout_p=0.1), GPU, HALF),
-    Case("dropout_d80", _attend(2, 4, 2, 333, 517, 80, causal=True, dropout_p=0.3), GPU, HALF),
-    Case("dropout_d72_packed", _attend(
+    Case("documents_tiles", attend(1, 4, 2, 1100, 1100, 128, causal=True, documents=(300, 310, 900)), GPU, HALF),
+    Case("bias_tiles", attend(2, 4, 4, 500, 500, 64, bias=(1, 4, 500, 500)), GPU, HALF),
+    Case("mask_tiles", attend(2, 4, 4, 500, 500, 128, mask=(2, 1, 500, 500)), GPU, HALF),
+    Case("softcap_tiles", attend(1, 8, 4, 700, 700, 256, causal=True, softcap=50.0, window_left=300), GPU, HALF),
+    Case("dropout_tiles", attend(1, 4, 2, 600, 600, 128, causal=True, dropout_p=0.2), GPU, HALF),
+    Case("dropout_d64", attend(2, 8, 2, 520, 712, 64, causal=True, sinks=True, dropout_p=0.1), GPU, HALF),
+    Case("dropout_d80", attend(2, 4, 2, 333, 517, 80, causal=True, dropout_p=0.3), GPU, HALF),
+    Case("dropout_d72_packed", attend(
         1, 4, 2, 300, 720, 72, dropout_p=0.7, cu_seqlens_q=(100, 5, 150), cu_seqlens_k=(300, 20, 400)), GPU, HALF),
-    Case("dropout_d96_softcap", _attend(
+    Case("dropout_d96_softcap", attend(
         1, 4, 2, 700, 704, 96, window_right=40, softcap=9.0, dropout_p=0.5, deterministic=True), GPU, HALF),
-    Case("dropout_whole", _attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
-    Case("dropout_many", _attend(1, 32, 8, 1536, 1536, 128, init=_tokens_first, causal=True, dropout_p=0.1), GPU, HALF),
-    Case("dropout_uneven", _attend(2, 4, 2, 333, 517, 128, dropout_p=0.2), GPU, HALF),
-    Case("dropout_d64_window", _attend(1, 4, 2, 900, 901, 64, causal=True, window_left=70, dropout_p=0.1), GPU, HALF),
-    Case("dropout_narrow", _attend(1, 4, 4, 700, 600, 128, window_left=60, window_right=20, dropout_p=0.1), GPU, HALF),
-    Case("dropout_packed", _attend(
-        1, 8, 2, 1243, 1243, 128, init=_tokens_first, causal=True, dropout_p=0.2, cu_seqlens_q=(700, 3, 0, 400, 140),
+    Case("dropout_whole", attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
+    Case("dropout_many", attend(1, 32, 8, 1536, 1536, 128, init=tokens_first, causal=True, dropout_p=0.1), GPU, HALF),
+    Case("dropout_uneven", attend(2, 4, 2, 333, 517, 128, dropout_p=0.2), GPU, HALF),
+    Case("dropout_d64_window", attend(1, 4, 2, 900, 901, 64, causal=True, window_left=70, dropout_p=0.1), GPU, HALF),
+    Case("dropout_narrow", attend(1, 4, 4, 700, 600, 128, window_left=60, window_right=20, dropout_p=0.1), GPU, HALF),
+    Case("dropout_packed", attend(
+        1, 8, 2, 1243, 1243, 128, init=tokens_first, causal=True, dropout_p=0.2, cu_seqlens_q=(700, 3, 0, 400, 140),
         cu_seqlens_k=(700, 3, 0, 400, 140)), GPU, HALF),
-    Case("dropout_d64_packed_lengths", _attend(
+    Case("dropout_d64_packed_lengths", attend(
         1, 4, 2, 300, 720, 64, window_left=100, window_right=33, dropout_p=0.7, cu_seqlens_q=(100, 5, 150),
         cu_seqlens_k=(200, 200, 300), kv_lengths=(200, 90, 160)), GPU, HALF),
-    Case("prefix_tiles", _attend(2, 4, 2, 700, 700, 128, causal=True, window_left=100, prefix_lengths=(30, 500)),
+    Case("prefix_tiles", attend(2, 4, 2, 700, 700, 128, causal=True, window_left=100, prefix_lengths=(30, 500)),
          GPU, HALF),
-    Case("lengths_tiles", _attend(3, 4, 2, 300, 900, 128, causal=True, kv_lengths=(900, 301, 120)), GPU, HALF),
+    Case("lengths_tiles", attend(3, 4, 2, 300, 900, 128, causal=True, kv_lengths=(900, 301, 120)), GPU, HALF),
     *(
-        Case(f"d{dim}_lists{name}", _attend(2, 4, 2, 1030, 1030, dim, init=_tokens_first, **lists), GPU, HALF)
+        Case(f"d{dim}_lists{name}", attend(2, 4, 2, 1030, 1030, dim, init=tokens_first, **lists), GPU, HALF)
         for dim in (64, 128) for name, lists in (
             ("", {"lists": (1, 4, 128, 128, 0.4)}), ("_causal", {"causal": True, "lists": (2, 2, 128, 128, 0.4, True)}),
             ("_wide", {"window_left": 300, "lists": (1, 1, 64, 256, 0.6)}),
             ("_narrow", {"causal": True, "sinks": True, "lists": (1, 4, 256, 64, 0.5)}))
     ),
-    Case("far", _attend(1, 2, 2, 200, 200, 64, init=_far, causal=True), GPU, (torch.bfloat16,)),
+    Case("far", attend(1, 2, 2, 200, 200, 64, init=far_heads, causal=True), GPU, (torch.bfloat16,)),
     *(
         Case(f"d{dim}_{tokens // 1024}k{name}", _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal),
              BENCH, HALF)
@@ -528,159 +511,34 @@ ATTENTION = [
 ]  # fmt: skip
 
 
-def _lse(*dead: int) -> Init:
-    """Logarithms of sums, of which some are of nothing."""
-
-    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        lse = 3.0 * torch.randn(shape, generator=generator, device=device)
-        for place in dead:
-            lse.view(-1)[place] = float("-inf")
-        return lse
-
-    return init
-
-
-def _merge(*shape: int, init: str | Init = "normal", dead_a: tuple = (), dead_b: tuple = (), grad: bool = True) -> dict:
-    return {
-        "out_a": T(*shape, init=init, grad=grad),
-        "lse_a": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_a), grad=grad),
-        "out_b": T(*shape, init=init, grad=grad),
-        "lse_b": T(*shape[:-1], dtype=torch.float32, init=_lse(*dead_b), grad=grad),
-    }
-
-
-MERGE = [
-    Case("small", _merge(2, 3, 5, 24), SMALL),
-    Case("tokens_first", _merge(2, 3, 5, 16, init=_tokens_first), SMALL),
-    Case("nothing_seen", _merge(1, 2, 7, 40, dead_a=(0, 3, 4), dead_b=(3, 5)), SMALL),
-    Case("rows_only", _merge(9, 64), SMALL),
-    Case("no_rows", _merge(2, 0, 5, 16), SMALL),
-    Case("train", _merge(2, 32, 8192, 128, init=_tokens_first), BENCH, HALF),
-]
-
-ACCUMULATE = [
-    Case("tokens_first", _merge(2, 3, 5, 16, init=_tokens_first, grad=False), SMALL),
-    Case("nothing_seen", _merge(1, 2, 7, 40, dead_a=(0, 3, 4), dead_b=(3, 5), grad=False), SMALL),
-    Case("rows_only", _merge(9, 64, grad=False), SMALL),
-    Case("no_rows", _merge(2, 0, 5, 16, grad=False), SMALL),
-    Case("ring", _merge(1, 16, 16384, 128, init=_tokens_first, grad=False), BENCH, (torch.float32,)),
-]
-
 PARTIAL = [
-    Case("fp32_causal", _attend(1, 4, 2, 20, 20, 64, init=_tokens_first, causal=True), SMALL),
-    Case("fp32_packed", _attend(
+    Case("fp32_causal", attend(1, 4, 2, 20, 20, 64, init=tokens_first, causal=True), SMALL),
+    Case("fp32_packed", attend(
         1, 2, 1, 60, 60, 64, causal=True, cu_seqlens_q=(13, 0, 30), cu_seqlens_k=(20, 5, 33)), SMALL),
-    Case("fp32_key_shares_small", _attend(1, 1, 1, 20, 4000, 128), frozenset({"compile"})),
-    Case("fp32_d128_tiles", _attend(2, 4, 4, 777, 1030, 128, init=_tokens_first), GPU, HALF),
-    Case("fp32_d128_causal_tiles", _attend(2, 8, 2, 1030, 1030, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_d128_key_shares_behind", _attend(1, 92, 4, 130, 3072, 128, init=_tokens_first), GPU, HALF),
-    Case("fp32_d128_causal_key_shares", _attend(1, 6, 2, 300, 4100, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_d128_narrow", _attend(2, 4, 4, 1500, 1400, 128, causal=True, window_left=127), GPU, HALF),
-    Case("fp32_d80_causal_tiles", _attend(1, 4, 2, 700, 700, 80, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_d96_key_shares", _attend(1, 1, 1, 200, 8000, 96, init=_tokens_first), GPU, HALF),
-    Case("fp32_d64_causal_turns", _attend(1, 4, 2, 4200, 4200, 64, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_d64_turns", _attend(2, 12, 12, 600, 900, 64), GPU, HALF),
-    Case("fp32_d72_causal_tiles", _attend(1, 4, 4, 700, 700, 72, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_d192_128_tiles", _attend(2, 4, 4, 520, 520, 192, 128, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_d256_tiles", _attend(2, 4, 2, 520, 520, 256, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_d256_packed", _attend(
+    Case("fp32_key_shares_small", attend(1, 1, 1, 20, 4000, 128), frozenset({"compile"})),
+    Case("fp32_d128_tiles", attend(2, 4, 4, 777, 1030, 128, init=tokens_first), GPU, HALF),
+    Case("fp32_d128_causal_tiles", attend(2, 8, 2, 1030, 1030, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d128_key_shares_behind", attend(1, 92, 4, 130, 3072, 128, init=tokens_first), GPU, HALF),
+    Case("fp32_d128_causal_key_shares", attend(1, 6, 2, 300, 4100, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d128_narrow", attend(2, 4, 4, 1500, 1400, 128, causal=True, window_left=127), GPU, HALF),
+    Case("fp32_d80_causal_tiles", attend(1, 4, 2, 700, 700, 80, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d96_key_shares", attend(1, 1, 1, 200, 8000, 96, init=tokens_first), GPU, HALF),
+    Case("fp32_d64_causal_turns", attend(1, 4, 2, 4200, 4200, 64, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d64_turns", attend(2, 12, 12, 600, 900, 64), GPU, HALF),
+    Case("fp32_d72_causal_tiles", attend(1, 4, 4, 700, 700, 72, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d192_128_tiles", attend(2, 4, 4, 520, 520, 192, 128, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d256_tiles", attend(2, 4, 2, 520, 520, 256, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_d256_packed", attend(
         1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
-    Case("fp32_d512_tiles", _attend(1, 4, 2, 300, 520, 512, init=_tokens_first, causal=True), GPU, HALF),
-    Case("fp32_dropout_whole", _attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
-    Case("fp32_packed_tiles", _attend(
-        1, 8, 2, 2000, 2000, 128, init=_tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
+    Case("fp32_d512_tiles", attend(1, 4, 2, 300, 520, 512, init=tokens_first, causal=True), GPU, HALF),
+    Case("fp32_dropout_whole", attend(2, 4, 4, 1024, 1024, 128, causal=True, dropout_p=0.9), GPU, HALF),
+    Case("fp32_packed_tiles", attend(
+        1, 8, 2, 2000, 2000, 128, init=tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
         cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),
 ]  # fmt: skip
 
 CASES: dict[str, list[Case]] = {
-    "accumulate_attention": ACCUMULATE,
     "attention": [*ATTENTION, *decode_cases.CASES, *fp8_cases.ATTENTION],
     "attention_partial": PARTIAL,
     "attention_quantize": fp8_cases.QUANTIZE,
-    "merge_attention": MERGE,
-}
-
-
-def _pairs(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, page_table: Tensor | None,
-    kv_lengths: Tensor | None, causal: bool, window_left: int, window_right: int,
-) -> int:  # fmt: skip
-    """How many (query, key) pairs of one head causal, window, lengths and documents leave; other masks do not count."""
-    slots = k.shape[2] if page_table is None else page_table.shape[1] * k.shape[2]
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        spans = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
-    else:
-        keys = [slots] * q.shape[0] if kv_lengths is None else kv_lengths.tolist()
-        spans = ((q.shape[2], n) for n in keys)
-    right = 0 if causal else window_right
-    total = 0
-    for tokens, keys in spans:
-        position = torch.arange(tokens) + keys - tokens
-        last = (position + right if right >= 0 else position * 0 + keys - 1).clamp(-1, keys - 1)
-        first = (position - window_left if window_left >= 0 else position * 0).clamp(0)
-        total += int((last - first + 1).clamp(0).sum())
-    return total
-
-
-def _listed_pairs(
-    q: Tensor, k: Tensor, offsets: Tensor, indices: Tensor, block_q: int, block_k: int, causal: bool,
-    window_left: int, window_right: int,
-) -> int:  # fmt: skip
-    """The same of block lists, causal and window; a mean over heads and batch rows, times the batch."""
-    tokens, keys, many = q.shape[2], k.shape[2], offsets.shape[0] * offsets.shape[1]
-    counts = offsets.diff(dim=-1).flatten().long().cpu()
-    block = torch.arange(offsets.shape[2] - 1).repeat(many).repeat_interleave(counts)
-    query = (block[:, None] * block_q + torch.arange(block_q)).clamp(max=tokens)
-    position = query + keys - tokens
-    begin = indices[: len(block)].cpu()[:, None] * block_k
-    end = (begin + block_k).clamp(max=keys)
-    right = 0 if causal else window_right
-    last = (position + right + 1).clamp(max=keys) if right >= 0 else position * 0 + keys
-    first = (position - window_left).clamp(0) if window_left >= 0 else position * 0
-    seen = (torch.minimum(last, end) - torch.maximum(first, begin)).clamp(0)
-    return int(torch.where(query < tokens, seen, 0).sum()) * q.shape[0] // many
-
-
-def _products(dims_of_q: int, dims_of_v: int) -> Callable[..., int]:
-    """FLOPs of as many products over D and over Dv for each visible pair."""
-
-    def count(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, block_offsets, block_indices, block_q, block_k,
-        causal, window_left, window_right,
-    ) -> int:  # fmt: skip
-        window = causal, window_left, window_right
-        pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, page_table, kv_lengths, *window)
-        if block_offsets is not None and cu_seqlens_q is None and kv_lengths is None:
-            pairs = _listed_pairs(q, k, block_offsets, block_indices, block_q, block_k, *window)
-        return 2 * q.shape[1] * pairs * (dims_of_q * q.shape[3] + dims_of_v * v.shape[3])
-
-    return count
-
-
-flops = {"attention": _products(1, 1), "attention_partial": _products(1, 1), "attention_vjp": _products(3, 2)}
-
-
-def _held(*tensors: Tensor | None) -> int:
-    return sum(0 if x is None else x.numel() * x.element_size() for x in tensors)
-
-
-def _attention_bytes(q, k, v, bias, mask, page_table, kv_lengths) -> int:
-    """q, the valid keys and values, bias and mask read once; out and lse written."""
-    tokens = k.shape[2] * (1 if page_table is None else page_table.shape[1])
-    share = 1.0 if kv_lengths is None else float(kv_lengths.sum()) / max(1, kv_lengths.numel() * tokens)
-    rows = 1.0 if page_table is None else page_table.numel() / max(1, k.shape[0])
-    out = q.numel() // max(1, q.shape[3]) * v.shape[3] * q.element_size()
-    return int(_held(q, bias, mask) + share * rows * _held(k, v) + out + 4 * q.numel() // max(1, q.shape[3]))
-
-
-bytes_moved = {
-    "attention": _attention_bytes,
-    "attention_vjp": lambda q, k, v, out, lse, bias, mask: 2 * _held(q, k, v, out, bias) + _held(lse, mask),
-    "attention_quantize": lambda q, k, v, smooth: (
-        _held(q, k, v, k if smooth else None) + sum(map(Tensor.numel, (q, k, v)))
-    ),
-    "attention_partial": lambda q, k, v: 2 * _held(q, k, v),
-    "accumulate_attention": lambda out_a, lse_a: 3 * _held(out_a, lse_a),
-    "merge_attention": lambda out_a, lse_a: 3 * _held(out_a, lse_a),
-    "merge_attention_vjp": lambda out_a, lse_a: 5 * _held(out_a) + 5 * _held(lse_a),
 }

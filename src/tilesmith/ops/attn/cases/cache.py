@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL
 
-SMALL = frozenset({"test", "interpret"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL
 
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 BENCH_ONLY = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
 HALF = (torch.float16, torch.bfloat16)
 

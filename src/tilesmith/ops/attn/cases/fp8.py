@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import GPU, SMALL, TEST
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
-GPU = frozenset({"gpu"})
 BENCH = frozenset({"bench", "tune"})
 TIMED = frozenset({"bench"})
 E4M3 = torch.float8_e4m3fn

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.ops.attn.cases.attention import _attend, _tokens_first
+from tilesmith.engine.case import tokens_first
+from tilesmith.ops.attn.cases.attention import attend
 from tilesmith.ops.attn.visibility import visibility
 
 BF16, FP16, FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
@@ -84,8 +85,8 @@ class Kind:
                 args[plane] = tuple(n if wide else 1 for n, wide in zip(full, args[plane]))
         if "alibi" in args:
             args["alibi"] = (heads,)
-        init = chance.choice(("normal", _tokens_first, _of_a_projection))
-        given = _attend(batch, heads, kv_heads, tokens, keys, *self.dims, init=init, **args)
+        init = chance.choice(("normal", tokens_first, _of_a_projection))
+        given = attend(batch, heads, kv_heads, tokens, keys, *self.dims, init=init, **args)
         if self.shuffled:
             for side, many in (("q", tokens), ("k", keys)):
                 given[f"{side}_documents"] = T(batch, many, dtype=torch.int32, init=_ids)

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import GPU, SMALL, TEST
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
 BENCH = frozenset({"bench", "tune"})
 HALF = (torch.bfloat16, torch.float16)
 

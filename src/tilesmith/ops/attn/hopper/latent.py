@@ -22,7 +22,7 @@ from tilesmith.device.gluon.shim import (
 )
 from tilesmith.ops.attn.hopper.columns import load_tile, rows_product
 from tilesmith.ops.attn.hopper.softmax import NOTHING, exponentiate
-from tilesmith.ops.attn.hopper.split_kv import SplitKv, _rows_of, _write_lse
+from tilesmith.ops.attn.hopper.split_kv import SplitKv, rows_of_tile, write_lse
 from tilesmith.ops.attn.hopper.tile_offset import corner
 from tilesmith.ops.attn.hopper.walk import Walk
 
@@ -114,7 +114,7 @@ def _consume_latent(work, parts, given, p_tile, CHAINED: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     tile, split, kv_head, batch, walk, begin, blocks, seen = work.split_of(gl.to_tensor(0), lengths_ptr)
-    first_head, start, row, queries = _rows_of(work, tile, ROW)
+    first_head, start, row, queries = rows_of_tile(work, tile, ROW)
     limit = gl.minimum(walk.end(queries), seen) + row * 0
     every = gl.minimum(walk.end(gl.minimum(start, walk.tokens - 1)), seen)  # what all rows see ends there
     acc = gl.zeros([64, D], gl.float32, OUT)
@@ -137,7 +137,7 @@ def _consume_latent(work, parts, given, p_tile, CHAINED: gl.constexpr):
     last = k.index((blocks - 1) % STAGES).reshape([BN, D])
     acc_made = wgmma(p_tile, last, acc, use_acc=True, is_async=True)
     of = work, (split, kv_head, batch), (first_head, start, row, queries)
-    factor = _write_lse(of, top, gl.sum(sums, 1), sinks_ptr, lse_ptr, lse_split)
+    factor = write_lse(of, top, gl.sum(sums, 1), sinks_ptr, lse_ptr, lse_split)
     acc = wgmma_wait(0, deps=[acc_made])
     acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
     q.index(0).reshape([64, D]).store(acc.to(k.dtype))  # out takes the place of q

@@ -139,7 +139,7 @@ def outputs(call, plan: Plan, fp32: bool = False) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def call_tensors(call, plan: Plan, out: Tensor, lse: Tensor) -> dict[str, Any]:
+def call_tensors(call, out: Tensor, lse: Tensor) -> dict[str, Any]:
     """What kernels of a forward are given of a call, by the plan's names."""
     inner, outer = score_factors(call)
     cu_q = dense(call.cu_seqlens_q)

@@ -34,7 +34,8 @@ from tilesmith.ops.attn.hopper.packed import key_tiles_kernel, query_tiles_kerne
 from tilesmith.ops.attn.hopper.window_backward import attention_window_vjp_kernel
 from tilesmith.ops.attn.plan import Plan, shape_of, tables
 from tilesmith.ops.attn.plan.configs import HopperVjpConfig
-from tilesmith.ops.attn.plan.hopper_backward import hopper_backward, is_narrow_vjp
+from tilesmith.ops.attn.plan.hopper_backward import hopper_backward
+from tilesmith.ops.attn.plan.hopper_backward_tiles import is_narrow_vjp
 from tilesmith.ops.attn.plan.shape import window_of
 from tilesmith.ops.attn.reference import gradient_like
 
@@ -136,7 +137,7 @@ def _tensors(call, plan: Plan, gradients: dict[str, Tensor], dsinks: Tensor) -> 
         dout = torch.zeros_like(out)
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
-    given = call_tensors(call, plan, out, call.lse) | gradients
+    given = call_tensors(call, out, call.lse) | gradients
     factor = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
     kept = None
     if call.dropout_p > 0.0:

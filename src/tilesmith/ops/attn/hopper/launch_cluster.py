@@ -80,7 +80,7 @@ def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
     out, lse = outputs(call, plan)
     if not plan.steps:
         return out, lse
-    given = call_tensors(call, plan, out, lse) | decode_tensors(call, out)
+    given = call_tensors(call, out, lse) | decode_tensors(call, out)
     if not is_16_byte_aligned(call.q):
         given["q"] = call.q.clone(memory_format=torch.contiguous_format)
     bounded, (_, heads, tokens, dim_v) = call.kv_lengths is not None, out.shape

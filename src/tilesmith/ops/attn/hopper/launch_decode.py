@@ -110,7 +110,7 @@ def attention(call, *, config: SplitKvConfig) -> tuple[Tensor, Tensor]:
     plan = hopper_split(shape_of(call), arch_of(call.q.device), config)
     out, lse = outputs(call, plan)
     if plan.steps:
-        given = call_tensors(call, plan, out, lse) | decode_tensors(call, out)
+        given = call_tensors(call, out, lse) | decode_tensors(call, out)
         bounded = call.kv_lengths is not None or call.page_table is not None
         piece = plan.numbers["piece"]
         for name, x in (("k", call.k), ("v", call.v)):

@@ -71,7 +71,7 @@ def attention(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     """Persistent CTAs, each with many tiles of queries."""
     plan = hopper_forward(shape_of(call), arch_of(call.q.device), config)
     out, lse = outputs(call, plan)
-    execute(plan, KERNELS, call_tensors(call, plan, out, lse), describe, call.q.device, call.q.dtype)
+    execute(plan, KERNELS, call_tensors(call, out, lse), describe, call.q.device, call.q.dtype)
     return out, lse
 
 
@@ -95,6 +95,6 @@ def attention_partial(call, *, config: HopperConfig) -> tuple[Tensor, Tensor]:
     """The same, whose out is stored from registers."""
     plan = hopper_forward(shape_of(call)._replace(out_fp32=True), arch_of(call.q.device), config)
     out, lse = outputs(call, plan, fp32=True)
-    given = call_tensors(call, plan, out, lse) | {"out_strides": out.stride()[:3]}
+    given = call_tensors(call, out, lse) | {"out_strides": out.stride()[:3]}
     execute(plan, KERNELS, given, describe, call.q.device, call.q.dtype)
     return out, lse

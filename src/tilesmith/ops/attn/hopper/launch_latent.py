@@ -82,7 +82,7 @@ def attention(call, *, config: LatentConfig) -> tuple[Tensor, Tensor]:
     plan = hopper_latent(shape_of(call), arch_of(call.q.device), config)
     out, lse = outputs(call, plan)
     if plan.steps:
-        given = call_tensors(call, plan, out, lse) | decode_tensors(call, out)
+        given = call_tensors(call, out, lse) | decode_tensors(call, out)
         bounded, constants = call.kv_lengths is not None or call.page_table is not None, plan.steps[0].constants
         keys, given["between_k"] = keys_of(call.k, config.block_n, bounded, constants["D"])
         given["k_desc"] = keys

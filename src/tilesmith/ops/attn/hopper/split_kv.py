@@ -287,7 +287,7 @@ def _apply_mask(qk, walk, limit, queries, first, LOW: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of(work, unit, ROW: gl.constexpr):
+def rows_of_tile(work, unit, ROW: gl.constexpr):
     """First head and token of a unit, its rows, and the tokens as which they see: those behind the last one see what it
     sees."""
     first_head, start = work.unit(unit)
@@ -296,7 +296,7 @@ def _rows_of(work, unit, ROW: gl.constexpr):
 
 
 @gluon.jit
-def _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split):
+def write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split):
     """Store lse of a split's rows. Returns the factors that normalise these."""
     work, place, rows = of
     split, kv_head, batch = place
@@ -333,7 +333,7 @@ def _consume(
     number, end, step = work.numbers()
     while number < end:
         tile, split, kv_head, batch, walk, begin, blocks, seen = work.split_of(number, lengths_ptr)
-        first_head, start, row, queries = _rows_of(work, tile * walk.CONSUMERS + C, ROW)
+        first_head, start, row, queries = rows_of_tile(work, tile * walk.CONSUMERS + C, ROW)
         limit = gl.minimum(walk.end(queries), seen)
         acc = gl.zeros([64, DV], gl.float32, OUT)
         zero = gl.zeros([64, BN], gl.float32, SCORES)
@@ -409,7 +409,7 @@ def _consume(
         acc_made = wgmma(unpack(p, dtype, P), v.index(s).reshape([BN, DV]), acc, use_acc=True, is_async=True)
         count += 1
         of = work, (split, kv_head, batch), (first_head, start, row, queries)
-        factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
+        factor = write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
         acc = wgmma_wait(0, deps=[acc_made])
         mbarrier_arrive(v_empty.index(s))
         if SMALL:
@@ -454,7 +454,7 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     batches = work.walk.rows // work.kv_heads
     tile, split, kv_head, batch, walk, begin, blocks, seen = work.split_of(gl.to_tensor(0), lengths_ptr)
-    first_head, start, row, queries = _rows_of(work, tile * walk.CONSUMERS + C, ROW)
+    first_head, start, row, queries = rows_of_tile(work, tile * walk.CONSUMERS + C, ROW)
     limit = gl.minimum(walk.end(queries), seen)
     every = gl.minimum(walk.end(gl.minimum(start, walk.tokens - 1)), seen)  # what all rows see ends there
     acc = gl.zeros([64, DV], gl.float32, OUT)
@@ -490,7 +490,7 @@ def _consume_alone(C: gl.constexpr, given, SOFTCAP: gl.constexpr, CHAINED: gl.co
 
     qk = wgmma_wait(0, deps=[qk_made])
     of = work, (split, kv_head, batch), (first_head, start, row, queries)
-    factor = _write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
+    factor = write_lse(of, top, total, sinks_ptr, lse_ptr, lse_split)
     acc = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
     box = out.index(C)
     box.reshape([64, DV]).store(acc.to(q.dtype))

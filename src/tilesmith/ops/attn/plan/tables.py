@@ -58,9 +58,6 @@ ORDERED_L2 = Threshold(
     "4k causal: 543 with the 6 heads that fit, 515 with 12, 462 with 16; 32/8 heads 1,480 us with the one that fits, "
     "1,590 with 4; head dim 64, 4k full: 574 with 8, 506 with the 4 that give each CTA a tile",
 )  # fmt: skip
-NARROW_WINDOW = Threshold(
-    128, "left + right of a window up to which all keys of a tile are loaded at once", "backward 1.7 to 1.9 times"
-)
 FEW_ROWS = Threshold(
     32, "output rows of an SM up to which the Gluon kernel combines splits, not Triton's of one warp a row",
     "8 / 16 tokens on 8k keys of 64/8 heads: 15.7 / 18.3 us, by the other one 16.1 / 19.0; 8,192 rows of 16 tokens on "

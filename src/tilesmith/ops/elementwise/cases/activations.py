@@ -6,18 +6,15 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
 ROWS = (
     (131_072, 1024), (16_384, 4096), (16_384, 8192), (8192, 16_384), (4096, 32_768), (2048, 65_536), (1024, 131_072),
 )  # fmt: skip
 
 
-def _half(first: bool):
+def half(first: bool):
     """One half of a packed [..., 2F] projection."""
 
     def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -27,16 +24,9 @@ def _half(first: bool):
     return init
 
 
-def _wide(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+def tails(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Values from -30 to 30: both tails of the activations."""
     return torch.linspace(-30, 30, int(torch.Size(shape).numel()), device=device).view(*shape)
-
-
-def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 rows so far apart that a 32-bit offset of the second one overflows."""
-    step = 2**31 + 8
-    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.bfloat16, device=device)
-    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
 
 
 def _cases(operands: Sequence[str], **options: object) -> list[Case]:
@@ -45,14 +35,14 @@ def _cases(operands: Sequence[str], **options: object) -> list[Case]:
     def args(*shape: int, **how: object) -> dict:
         return {name: T(*shape, **how) for name in operands} | options
 
-    halves = {name: T(3, 5, 24, init=_half(name == "gate")) for name in operands}
+    halves = {name: T(3, 5, 24, init=half(name == "gate")) for name in operands}
     return [
         Case("small", args(6, 33), SMALL),
         Case("three_dims", args(2, 5, 16), SMALL),
         Case("one_column", args(7, 1), SMALL),
         Case("scalar", args(), SMALL),
         Case("many_blocks", args(3, 2500), SMALL),
-        Case("tails", args(4, 101, init=_wide), SMALL),
+        Case("tails", args(4, 101, init=tails), SMALL),
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), TEST),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
@@ -60,7 +50,7 @@ def _cases(operands: Sequence[str], **options: object) -> list[Case]:
         Case("no_rows", args(0, 16), SMALL),
         Case("no_columns", args(4, 0), SMALL),
         Case("wide", args(2, 262_144), GPU),
-        Case("far", args(2, 4096, init=_far), GPU, (torch.bfloat16,)),
+        Case("far", args(2, 4096, init=far_rows), GPU, (torch.bfloat16,)),
     ]
 
 
@@ -84,7 +74,7 @@ def _biased(**options: object) -> list[Case]:
         Case("one_column", args(7, 1), SMALL),
         Case("many_rows", args(150, 40), SMALL),
         Case("many_blocks", args(70, 1030), SMALL),
-        Case("tails", args(4, 101, init=_wide), SMALL),
+        Case("tails", args(4, 101, init=tails), SMALL),
         Case("no_bias", {"x": T(6, 33), "bias": None} | options, SMALL),
         Case("frozen_bias", args(6, 40) | {"bias": T(40, grad=False)}, SMALL),
         Case("only_bias_trains", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
@@ -92,12 +82,12 @@ def _biased(**options: object) -> list[Case]:
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), TEST),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
-        Case("halves", args(3, 5, 24, init=_half(True)), SMALL),
+        Case("halves", args(3, 5, 24, init=half(True)), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_columns", args(4, 0), SMALL),
         Case("wide", args(2, 262_144), GPU),
         Case("tall", args(2**20, 64), GPU, (torch.bfloat16,)),
-        Case("far", args(2, 4096, init=_far), GPU, (torch.bfloat16,)),
+        Case("far", args(2, 4096, init=far_rows), GPU, (torch.bfloat16,)),
         *(Case(f"{m}x{n}", args(m, n), BENCH) for m, n in ROWS),
     ]
 
@@ -113,7 +103,7 @@ CASES: dict[str, list[Case]] = {
     "gelu": [
         *_cases(X),
         Case("tanh", {"x": T(6, 33), "approximate": "tanh"}, SMALL),
-        Case("tanh_tails", {"x": T(4, 101, init=_wide), "approximate": "tanh"}, SMALL),
+        Case("tanh_tails", {"x": T(4, 101, init=tails), "approximate": "tanh"}, SMALL),
         *_bench(X),
     ],
     "sigmoid": [*_cases(X), *_bench(X)],
@@ -127,43 +117,43 @@ CASES: dict[str, list[Case]] = {
     "bias_gelu": [
         *_biased(),
         Case("tanh", {"x": T(6, 33), "bias": T(33), "approximate": "tanh"}, SMALL),
-        Case("tanh_tails", {"x": T(4, 101, init=_wide), "bias": T(101), "approximate": "tanh"}, SMALL),
+        Case("tanh_tails", {"x": T(4, 101, init=tails), "bias": T(101), "approximate": "tanh"}, SMALL),
         Case("tanh_16384x8192", {"x": T(16_384, 8192), "bias": T(8192), "approximate": "tanh"}, BENCH),
     ],
     "swiglu": [
         *_cases(PAIR),
-        Case("packed_16384x8192", {name: T(16384, 8192, init=_half(name == "gate")) for name in PAIR}, BENCH),
+        Case("packed_16384x8192", {name: T(16384, 8192, init=half(name == "gate")) for name in PAIR}, BENCH),
         *_bench(PAIR),
     ],
     "geglu": [
         *_cases(PAIR, approximate="tanh"),
         Case("erf", {"gate": T(6, 33), "up": T(6, 33), "approximate": "none"}, SMALL),
-        Case("erf_tails", {"gate": T(4, 101, init=_wide), "up": T(4, 101), "approximate": "none"}, SMALL),
+        Case("erf_tails", {"gate": T(4, 101, init=tails), "up": T(4, 101), "approximate": "none"}, SMALL),
         Case("erf_16384x8192", {name: T(16384, 8192) for name in PAIR} | {"approximate": "none"}, BENCH),
         *_bench(PAIR, approximate="tanh"),
     ],
 }
 
 
-def _passes(count: int, x: Tensor) -> int:
+def passes(count: int, x: Tensor) -> int:
     return count * x.numel() * x.element_size()
 
 
 bytes_moved = {
-    "silu": lambda x: _passes(2, x),
-    "silu_vjp": lambda x: _passes(3, x),
-    "gelu": lambda x: _passes(2, x),
-    "gelu_vjp": lambda x: _passes(3, x),
-    "sigmoid": lambda x: _passes(2, x),
-    "sigmoid_vjp": lambda x: _passes(3, x),
-    "relu_squared": lambda x: _passes(2, x),
-    "relu_squared_vjp": lambda x: _passes(3, x),
-    "add_relu": lambda x: _passes(3, x),
-    "add_relu_vjp": lambda x: _passes(3, x),
-    "bias_gelu": lambda x: _passes(2, x),
-    "bias_gelu_vjp": lambda x: _passes(3, x),
-    "swiglu": lambda gate: _passes(3, gate),
-    "swiglu_vjp": lambda gate: _passes(5, gate),
-    "geglu": lambda gate: _passes(3, gate),
-    "geglu_vjp": lambda gate: _passes(5, gate),
+    "silu": lambda x: passes(2, x),
+    "silu_vjp": lambda x: passes(3, x),
+    "gelu": lambda x: passes(2, x),
+    "gelu_vjp": lambda x: passes(3, x),
+    "sigmoid": lambda x: passes(2, x),
+    "sigmoid_vjp": lambda x: passes(3, x),
+    "relu_squared": lambda x: passes(2, x),
+    "relu_squared_vjp": lambda x: passes(3, x),
+    "add_relu": lambda x: passes(3, x),
+    "add_relu_vjp": lambda x: passes(3, x),
+    "bias_gelu": lambda x: passes(2, x),
+    "bias_gelu_vjp": lambda x: passes(3, x),
+    "swiglu": lambda gate: passes(3, gate),
+    "swiglu_vjp": lambda gate: passes(5, gate),
+    "geglu": lambda gate: passes(3, gate),
+    "geglu_vjp": lambda gate: passes(5, gate),
 }

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows
+from tilesmith.ops.elementwise.cases.activations import passes
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -21,13 +19,6 @@ def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device
 def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """The first F columns of rows twice as long."""
     return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
-
-
-def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 rows so far apart that a 32-bit offset of the second one overflows."""
-    step = 2**31 + 8
-    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.bfloat16, device=device)
-    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
 
 
 def _cases(operands: Sequence[str]) -> list[Case]:
@@ -68,7 +59,7 @@ def _cases(operands: Sequence[str]) -> list[Case]:
         Case("no_columns", args(4, 0), SMALL),
         Case("wide", args(2, 262_144), GPU),
         Case("tall", args(2**20, 64), GPU, (torch.bfloat16,)),
-        Case("far", args(2, 4096, init=_far), GPU, (torch.bfloat16,)),
+        Case("far", args(2, 4096, init=far_rows), GPU, (torch.bfloat16,)),
     ]
     sizes = [(131_072, 1024), (16_384, 4096), (16_384, 8192), (8192, 16_384), (4096, 32_768), (2048, 65_536)]
     found += [Case(f"{m}x{n}", args(m, n, p=0.1), BENCH) for m, n in [*sizes, (1024, 131_072)]]
@@ -95,13 +86,9 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _passes(count: int, x: Tensor) -> int:
-    return count * x.numel() * x.element_size()
-
-
 bytes_moved = {
-    "bias_dropout": lambda x: _passes(2, x),
-    "bias_dropout_vjp": lambda dout: _passes(2, dout),
-    "bias_dropout_residual": lambda x: _passes(3, x),
-    "bias_dropout_residual_vjp": lambda dout: _passes(2, dout),
+    "bias_dropout": lambda x: passes(2, x),
+    "bias_dropout_vjp": lambda dout: passes(2, dout),
+    "bias_dropout_residual": lambda x: passes(3, x),
+    "bias_dropout_residual_vjp": lambda dout: passes(2, dout),
 }

@@ -301,12 +301,12 @@ def _tma_refused(a: Tensor, b: Tensor, stored: Sequence[Tensor]) -> str | None:
     return None
 
 
-def _gemm_tells(a: Tensor, b: Tensor, config: GemmConfig, dtype: torch.dtype | None = None) -> list[str]:
+def _gemm_tells(a: Tensor, b: Tensor, config: GemmConfig) -> list[str]:
     """What `explain` says of a · b."""
     schedule = "persistent CTAs" if config.persistent else "one CTA for each tile"
     if not config.bulk:
         return [f"_gemm_kernel: {schedule}; tiles are loaded through pointers"]
-    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype or a.dtype, device="meta")
+    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device="meta")
     why = _tma_refused(a, b, (out,))
     return [f"_gemm_kernel: {schedule}; tiles are loaded " + (f"through pointers: {why}" if why else "by TMA")]
 

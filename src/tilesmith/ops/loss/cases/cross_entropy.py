@@ -1,22 +1,19 @@
 """Example inputs of the cross-entropies, and what they must move and compute."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, Init
 
-SMALL = frozenset({"test", "interpret"})
 PARTS = frozenset({"test", "compile"})
 BIG = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 AGAIN = BENCH - {"tune"}
 HALF = (torch.float16, torch.bfloat16)
 BF16 = (torch.bfloat16,)
 WIDE = (torch.float32, torch.bfloat16)
-
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
 
 
 def _labels(classes: int, every: int = 0, ignore_index: int = -100) -> Init:

@@ -1,19 +1,16 @@
 """Example inputs of the distances between distributions, and what they must move and compute."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, Init
 
-SMALL = frozenset({"test", "interpret"})
 BIG = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 HALF = (torch.float16, torch.bfloat16)
-
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
 
 
 def _log_probs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:

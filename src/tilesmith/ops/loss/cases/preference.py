@@ -1,19 +1,16 @@
 """Example inputs of the fused preference loss, and what it must move and compute."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, Init
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, PolicyOptions
 
-SMALL = frozenset({"test", "interpret"})
 BIG = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
-
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
 
 
 def _labels(classes: int, prompt: int) -> Init:

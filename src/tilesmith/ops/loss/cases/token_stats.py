@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import SMALL
 
-SMALL = frozenset({"test", "interpret"})
 BENCH = frozenset({"gpu", "bench"})
 FP32, BF16 = (torch.float32,), (torch.bfloat16,)
 

@@ -6,31 +6,29 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, SMALL, TEST
 from tilesmith.ops.moe.cases import fp8
 from tilesmith.ops.moe.cases.draws import (
     Init,
-    _half_of_them,
-    _one,
-    _quarters,
-    _shares,
-    _uniform,
-    _unit,
-    _with_sentinels,
-    _zipf,
+    always,
+    half_to_first,
+    quarters,
+    shares,
+    uniform,
+    unit_outputs,
+    with_sentinels,
+    zipf,
 )
 from tilesmith.ops.moe.reference import GATED, UNGATED
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
 BIG = frozenset({"gpu"})
 COMPILE = frozenset({"compile", "gpu"})  # in the configuration of large calls
-BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 INTERPRETED = ("geglu", "relu_squared")  # the elementwise family has the others in Triton's interpreter
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
 
-def _experts(
+def experts_args(
     lead: tuple[int, ...] | int,
     hidden: int,
     inner: int,
@@ -53,20 +51,20 @@ def _experts(
     ranks: of the adapters of gate_up and down, 0 for none; adapters: their dtype."""
     shape = (lead,) if isinstance(lead, int) else lead
     wide = 2 * inner if activation in GATED else inner
-    weight = {"init": _unit, "layout": weight_layout, "grad": grad}
+    weight = {"init": unit_outputs, "layout": weight_layout, "grad": grad}
     args: dict = {
         "x": T(*shape, hidden, layout=layout),
         "gate_up": T(experts, wide, hidden, **weight),
         "down": T(experts, hidden, inner, **weight),
-        "indices": T(*shape, top_k, dtype=integers, init=indices or _uniform(experts)),
-        "weights": T(*shape, top_k, dtype=scales, init=_shares),
+        "indices": T(*shape, top_k, dtype=integers, init=indices or uniform(experts)),
+        "weights": T(*shape, top_k, dtype=scales, init=shares),
         "activation": activation,
     }
     if bias:
         args |= {"gate_up_bias": T(experts, wide), "down_bias": T(experts, hidden)}
     for which, rank, outputs, features in (("gate_up", ranks[0], wide, hidden), ("down", ranks[1], hidden, inner)):
         if rank:
-            how = {"init": _unit, "layout": weight_layout, "dtype": adapters}
+            how = {"init": unit_outputs, "layout": weight_layout, "dtype": adapters}
             args |= {
                 f"{which}_lora_a": T(experts, rank, features, **how),
                 f"{which}_lora_b": T(experts, outputs, rank, **how),
@@ -78,7 +76,7 @@ def _experts(
 def _clamped(args: dict, limit: float) -> dict:
     """The same call with a clamp, of exact pre-activations between which the limit lies."""
     exact = {
-        n: T(*a.shape, init=_quarters, layout=a.layout, grad=a.grad)
+        n: T(*a.shape, init=quarters, layout=a.layout, grad=a.grad)
         for n, a in args.items()
         if n in ("x", "gate_up", "gate_up_bias")
     }
@@ -87,7 +85,7 @@ def _clamped(args: dict, limit: float) -> dict:
 
 def _bench(tokens: int, hidden: int, inner: int, experts: int, top_k: int, **how: object) -> Case:
     name = f"{tokens}x{hidden}_e{experts}_i{inner}_k{top_k}"
-    return Case(name, _experts(tokens, hidden, inner, experts, top_k, **how), BENCH, BF16)
+    return Case(name, experts_args(tokens, hidden, inner, experts, top_k, **how), BENCH, BF16)
 
 
 def _logits(lead: tuple[int, ...] | int, experts: int, top_k: int, *, bias: bool = False, **options: object) -> dict:
@@ -100,77 +98,81 @@ def _logits(lead: tuple[int, ...] | int, experts: int, top_k: int, *, bias: bool
 
 CASES: dict[str, list[Case]] = {
     "experts": [
-        Case("small", _experts((2, 5), 24, 16, 4, 2), SMALL),
-        Case("several_tiles", _experts(66, 40, 40, 2, 2), SMALL),
-        Case("one_token", _experts(1, 24, 16, 8, 3), SMALL),
-        Case("no_tokens", _experts((2, 0), 16, 8, 4, 2), SMALL),
-        Case("vector", _experts((), 16, 8, 4, 2), SMALL),
-        Case("empty_experts", _experts(3, 24, 16, 12, 1), SMALL),
-        Case("one_expert_has_all", _experts(37, 24, 16, 4, 1, indices=_one(2)), SMALL),
-        Case("no_width", _experts(5, 16, 0, 3, 2, bias=True), TEST),
-        Case("even_steps", _experts(20, 32, 32, 3, 2), SMALL),
-        Case("twice_the_same", _experts(9, 24, 16, 4, 2, indices=_one(3)), TEST),
-        Case("sentinels", _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True), SMALL),
-        Case("only_sentinels", _experts(5, 16, 8, 3, 2, indices=_one(3)), SMALL),
-        Case("few_sentinels", _experts(7, 40, 24, 3, 4, indices=_with_sentinels(3), bias=True), SMALL),
-        Case("few_of_one_expert", _experts(29, 24, 16, 4, 1, indices=_one(2), weight_layout="transposed"), SMALL),
-        Case("few_interleaved", _experts(8, 24, 20, 4, 3, bias=True, **GPT_OSS), SMALL),
-        Case("many_choices", _experts(2, 16, 8, 17, 16), TEST),
-        Case("int32_fp32_scales", _experts(12, 24, 16, 4, 2, integers=torch.int32, scales=torch.float32), SMALL),
-        Case("bias", _experts(12, 24, 16, 4, 2, bias=True), TEST),
+        Case("small", experts_args((2, 5), 24, 16, 4, 2), SMALL),
+        Case("several_tiles", experts_args(66, 40, 40, 2, 2), SMALL),
+        Case("one_token", experts_args(1, 24, 16, 8, 3), SMALL),
+        Case("no_tokens", experts_args((2, 0), 16, 8, 4, 2), SMALL),
+        Case("vector", experts_args((), 16, 8, 4, 2), SMALL),
+        Case("empty_experts", experts_args(3, 24, 16, 12, 1), SMALL),
+        Case("one_expert_has_all", experts_args(37, 24, 16, 4, 1, indices=always(2)), SMALL),
+        Case("no_width", experts_args(5, 16, 0, 3, 2, bias=True), TEST),
+        Case("even_steps", experts_args(20, 32, 32, 3, 2), SMALL),
+        Case("twice_the_same", experts_args(9, 24, 16, 4, 2, indices=always(3)), TEST),
+        Case("sentinels", experts_args(20, 24, 16, 3, 4, indices=with_sentinels(3), bias=True), SMALL),
+        Case("only_sentinels", experts_args(5, 16, 8, 3, 2, indices=always(3)), SMALL),
+        Case("few_sentinels", experts_args(7, 40, 24, 3, 4, indices=with_sentinels(3), bias=True), SMALL),
+        Case("few_of_one_expert", experts_args(29, 24, 16, 4, 1, indices=always(2), weight_layout="transposed"), SMALL),
+        Case("few_interleaved", experts_args(8, 24, 20, 4, 3, bias=True, **GPT_OSS), SMALL),
+        Case("many_choices", experts_args(2, 16, 8, 17, 16), TEST),
+        Case("int32_fp32_scales", experts_args(12, 24, 16, 4, 2, integers=torch.int32, scales=torch.float32), SMALL),
+        Case("bias", experts_args(12, 24, 16, 4, 2, bias=True), TEST),
         Case(
             "gpt_oss",
-            _clamped(_experts(24, 24, 16, 4, 2, bias=True, weight_layout="transposed", **GPT_OSS), 0.6),
+            _clamped(experts_args(24, 24, 16, 4, 2, bias=True, weight_layout="transposed", **GPT_OSS), 0.6),
             SMALL,
         ),
-        Case("interleaved", _experts(24, 24, 20, 4, 2, interleaved=True), SMALL),
-        Case("clamped", _clamped(_experts(24, 24, 20, 4, 2), 0.6), SMALL),
-        Case("odd", _experts(19, 21, 11, 5, 3), SMALL),
-        Case("strided", _experts((2, 6), 16, 8, 3, 2, layout="strided", weight_layout="strided"), SMALL),
-        Case("transposed", _experts(12, 16, 8, 3, 2, layout="transposed", weight_layout="transposed"), SMALL),
-        Case("frozen", _experts(12, 24, 16, 4, 2, grad=False), SMALL),
+        Case("interleaved", experts_args(24, 24, 20, 4, 2, interleaved=True), SMALL),
+        Case("clamped", _clamped(experts_args(24, 24, 20, 4, 2), 0.6), SMALL),
+        Case("odd", experts_args(19, 21, 11, 5, 3), SMALL),
+        Case("strided", experts_args((2, 6), 16, 8, 3, 2, layout="strided", weight_layout="strided"), SMALL),
+        Case("transposed", experts_args(12, 16, 8, 3, 2, layout="transposed", weight_layout="transposed"), SMALL),
+        Case("frozen", experts_args(12, 24, 16, 4, 2, grad=False), SMALL),
         *(
-            Case(name, _experts(11, 16, 12, 3, 2, activation=name), SMALL if name in INTERPRETED else TEST)
+            Case(name, experts_args(11, 16, 12, 3, 2, activation=name), SMALL if name in INTERPRETED else TEST)
             for name in (*GATED, *UNGATED)
             if name != "swiglu"
         ),
-        Case("lora", _experts(20, 24, 16, 3, 2, ranks=(4, 6)), SMALL),
-        Case("lora_no_tokens", _experts((2, 0), 16, 8, 4, 2, ranks=(2, 2)), TEST),
+        Case("lora", experts_args(20, 24, 16, 3, 2, ranks=(4, 6)), SMALL),
+        Case("lora_no_tokens", experts_args((2, 0), 16, 8, 4, 2, ranks=(2, 2)), TEST),
         Case(
             "lora_sentinels",
-            _experts(20, 24, 16, 3, 4, indices=_with_sentinels(3), bias=True, grad=False, ranks=(16, 3)),
+            experts_args(20, 24, 16, 3, 4, indices=with_sentinels(3), bias=True, grad=False, ranks=(16, 3)),
             SMALL,
         ),
-        Case("lora_of_down", _experts((2, 6), 21, 11, 5, 3, ranks=(0, 5), adapters=torch.float32), SMALL),
+        Case("lora_of_down", experts_args((2, 6), 21, 11, 5, 3, ranks=(0, 5), adapters=torch.float32), SMALL),
         Case(
             "lora_gpt_oss",
-            _clamped(_experts(24, 24, 16, 4, 2, bias=True, weight_layout="transposed", ranks=(0, 40), **GPT_OSS), 0.6),
+            _clamped(
+                experts_args(24, 24, 16, 4, 2, bias=True, weight_layout="transposed", ranks=(0, 40), **GPT_OSS), 0.6
+            ),
             TEST,
         ),
-        Case("whole_tiles", _experts(256, 256, 128, 2, 2), COMPILE, BF16),
-        Case("few_tokens", _experts(4, 256, 128, 16, 4), COMPILE, BF16),
+        Case("whole_tiles", experts_args(256, 256, 128, 2, 2), COMPILE, BF16),
+        Case("few_tokens", experts_args(4, 256, 128, 16, 4), COMPILE, BF16),
         Case(
             "whole_tiles_gpt_oss",
-            _experts(256, 256, 128, 2, 2, bias=True, weight_layout="transposed", **GPT_OSS),
+            experts_args(256, 256, 128, 2, 2, bias=True, weight_layout="transposed", **GPT_OSS),
             COMPILE,
             BF16,
         ),
-        Case("whole_tiles_lora", _experts(256, 256, 128, 2, 2, grad=False, ranks=(16, 16)), COMPILE, BF16),
-        Case("many_experts", _experts(64, 64, 32, 512, 10), BIG),
-        Case("odd_large", _experts((3, 331), 200, 120, 33, 5, bias=True), BIG),
-        Case("qwen3", _experts(1024, 2048, 768, 128, 8), BIG, BF16),
-        Case("decode", _experts(4, 2048, 768, 128, 8), BIG, BF16),
-        Case("decode_one", _experts(1, 2048, 768, 128, 8, indices=_with_sentinels(64)), BIG, BF16),
-        Case("decode_gpt_oss", _experts(16, 2880, 2880, 32, 4, bias=True, **GPT_OSS), BIG, BF16),
-        Case("one_tile_an_expert", _experts(1024, 256, 136, 64, 10), BIG, BF16),
-        Case("gpt_oss_large", _experts(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), BIG),
+        Case("whole_tiles_lora", experts_args(256, 256, 128, 2, 2, grad=False, ranks=(16, 16)), COMPILE, BF16),
+        Case("many_experts", experts_args(64, 64, 32, 512, 10), BIG),
+        Case("odd_large", experts_args((3, 331), 200, 120, 33, 5, bias=True), BIG),
+        Case("qwen3", experts_args(1024, 2048, 768, 128, 8), BIG, BF16),
+        Case("decode", experts_args(4, 2048, 768, 128, 8), BIG, BF16),
+        Case("decode_one", experts_args(1, 2048, 768, 128, 8, indices=with_sentinels(64)), BIG, BF16),
+        Case("decode_gpt_oss", experts_args(16, 2880, 2880, 32, 4, bias=True, **GPT_OSS), BIG, BF16),
+        Case("one_tile_an_expert", experts_args(1024, 256, 136, 64, 10), BIG, BF16),
+        Case(
+            "gpt_oss_large", experts_args(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), BIG
+        ),
         Case(
             "qwen3_lora",
-            _experts(1024, 2048, 768, 128, 8, grad=False, ranks=(16, 64), adapters=torch.float32),
+            experts_args(1024, 2048, 768, 128, 8, grad=False, ranks=(16, 64), adapters=torch.float32),
             BIG,
             BF16,
         ),
-        Case("sentinels_large", _experts(1024, 512, 256, 16, 8, indices=_with_sentinels(16)), BIG, BF16),
+        Case("sentinels_large", experts_args(1024, 512, 256, 16, 8, indices=with_sentinels(16)), BIG, BF16),
         _bench(8192, 2048, 768, 128, 8),
         _bench(32768, 2048, 768, 128, 8),
         _bench(8192, 2048, 512, 512, 10),
@@ -179,12 +181,17 @@ CASES: dict[str, list[Case]] = {
         *(_bench(tokens, 2048, 768, 128, 8) for tokens in (1, 4, 16)),
         Case(
             "lora16_8192x2048_e128_i768_k8",
-            _experts(8192, 2048, 768, 128, 8, grad=False, ranks=(16, 16), adapters=torch.float32),
+            experts_args(8192, 2048, 768, 128, 8, grad=False, ranks=(16, 16), adapters=torch.float32),
             BENCH,
             BF16,
         ),
-        Case("zipf_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_zipf(128)), BENCH, BF16),
-        Case("half_8192x2048_e128_i768_k8", _experts(8192, 2048, 768, 128, 8, indices=_half_of_them(128)), BENCH, BF16),
+        Case("zipf_8192x2048_e128_i768_k8", experts_args(8192, 2048, 768, 128, 8, indices=zipf(128)), BENCH, BF16),
+        Case(
+            "half_8192x2048_e128_i768_k8",
+            experts_args(8192, 2048, 768, 128, 8, indices=half_to_first(128)),
+            BENCH,
+            BF16,
+        ),
     ],
     **fp8.CASES,
     "route": [
@@ -207,15 +214,15 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "router_losses": [
-        Case("small", {"logits": T(2, 5, 8), "indices": T(2, 5, 2, dtype=torch.int64, init=_uniform(8))}, SMALL),
-        Case("one_token", {"logits": T(8), "indices": T(2, dtype=torch.int64, init=_uniform(8))}, TEST),
-        Case("no_tokens", {"logits": T(0, 8), "indices": T(0, 2, dtype=torch.int64, init=_uniform(8))}, TEST),
+        Case("small", {"logits": T(2, 5, 8), "indices": T(2, 5, 2, dtype=torch.int64, init=uniform(8))}, SMALL),
+        Case("one_token", {"logits": T(8), "indices": T(2, dtype=torch.int64, init=uniform(8))}, TEST),
+        Case("no_tokens", {"logits": T(0, 8), "indices": T(0, 2, dtype=torch.int64, init=uniform(8))}, TEST),
         Case(
             "sigmoid",
-            {"logits": T(33, 8), "indices": T(33, 3, dtype=torch.int64, init=_uniform(8)), "scores": "sigmoid"},
+            {"logits": T(33, 8), "indices": T(33, 3, dtype=torch.int64, init=uniform(8)), "scores": "sigmoid"},
             SMALL,
         ),
-        Case("sentinels", {"logits": T(9, 8), "indices": T(9, 3, dtype=torch.int32, init=_with_sentinels(8))}, TEST),
+        Case("sentinels", {"logits": T(9, 8), "indices": T(9, 3, dtype=torch.int32, init=with_sentinels(8))}, TEST),
     ],
 }
 

@@ -1,29 +1,29 @@
 """How the tensors of the moe family's cases are drawn: weights, shares of a token's experts, which experts it has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
+from tilesmith.engine.case import Init
 
 
-def _unit(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+def unit_outputs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Weights that give outputs of unit size."""
     return torch.randn(*shape, generator=generator, device=device) / max(1, shape[-1]) ** 0.5
 
 
-def _quarters(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+def quarters(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Multiples of 1/4, whose products and sums every dtype holds: no rounding moves one across a clamp."""
     return torch.randint(-3, 4, tuple(shape), generator=generator, device=device) / 4
 
 
-def _shares(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+def shares(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Weights of a token's experts: positive, of sum 1."""
     return torch.randn(*shape, generator=generator, device=device).softmax(-1)
 
 
-def _uniform(experts: int) -> Init:
+def uniform(experts: int) -> Init:
     """Different experts for each token, every one as likely."""
 
     def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -33,7 +33,7 @@ def _uniform(experts: int) -> Init:
     return draw
 
 
-def _zipf(experts: int) -> Init:
+def zipf(experts: int) -> Init:
     """Expert e with a probability in proportion to 1 / (e + 1)."""
 
     def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -44,23 +44,23 @@ def _zipf(experts: int) -> Init:
     return draw
 
 
-def _one(expert: int) -> Init:
+def always(expert: int) -> Init:
     """The same expert for all."""
     return lambda generator, shape, device: torch.full(tuple(shape), expert, dtype=torch.int64, device=device)
 
 
-def _half_of_them(experts: int) -> Init:
+def half_to_first(experts: int) -> Init:
     """The first expert for every second token, the others at random."""
 
     def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        found = _uniform(experts)(generator, shape, device)
+        found = uniform(experts)(generator, shape, device)
         found[..., ::2, :1] = 0
         return found
 
     return draw
 
 
-def _with_sentinels(experts: int) -> Init:
+def with_sentinels(experts: int) -> Init:
     """About half of the indices below 0 or at least E, as of experts that other ranks hold."""
 
     def draw(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:

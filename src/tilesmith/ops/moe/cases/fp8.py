@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.ops.moe.cases.draws import Init, _one, _shares, _uniform, _with_sentinels, _zipf
+from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.ops.moe.cases.draws import Init, always, shares, uniform, with_sentinels, zipf
 
-SMALL = frozenset({"test", "interpret"})
-TEST = frozenset({"test"})
 BIG = frozenset({"gpu"})
 COMPILE = frozenset({"compile", "gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 ONCE = (torch.float32,)  # the dtypes are those of the arguments
 COMPILED = (torch.bfloat16,)
 E4M3 = torch.float8_e4m3fn
@@ -52,8 +50,8 @@ def _factors_of_gaps(generator: torch.Generator, shape: Sequence[int], device: t
 
 def _common(lead: tuple[int, ...], top_k: int, experts: int, indices: Init | None, scales: torch.dtype) -> dict:
     return {
-        "indices": T(*lead, top_k, dtype=torch.int64, init=indices or _uniform(experts)),
-        "weights": T(*lead, top_k, dtype=scales, init=_shares, grad=False),
+        "indices": T(*lead, top_k, dtype=torch.int64, init=indices or uniform(experts)),
+        "weights": T(*lead, top_k, dtype=scales, init=shares, grad=False),
     }
 
 
@@ -115,9 +113,9 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
         Case("one_token", args(1, 32, 16, 8, 3), SMALL, ONCE),
         Case("no_tokens", args((2, 0), 16, 16, 4, 2), SMALL, ONCE),
         Case("vector", args((), 16, 16, 4, 2), TEST, ONCE),
-        Case("one_expert_has_all", args(37, 32, 16, 4, 1, indices=_one(2)), SMALL, ONCE),
-        Case("sentinels", args(20, 32, 16, 3, 4, indices=_with_sentinels(3)), SMALL, ONCE),
-        Case("only_sentinels", args(5, 16, 16, 3, 2, indices=_one(3)), SMALL, ONCE),
+        Case("one_expert_has_all", args(37, 32, 16, 4, 1, indices=always(2)), SMALL, ONCE),
+        Case("sentinels", args(20, 32, 16, 3, 4, indices=with_sentinels(3)), SMALL, ONCE),
+        Case("only_sentinels", args(5, 16, 16, 3, 2, indices=always(3)), SMALL, ONCE),
         Case("odd", args(19, 21, 11, 5, 3), SMALL, ONCE),
         Case("geglu", args(11, 16, 32, 3, 2, activation="geglu"), SMALL, ONCE),
         Case("geglu_erf", args(11, 16, 32, 3, 2, activation="geglu_erf"), TEST, ONCE),
@@ -125,7 +123,7 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
         Case("whole_tiles", args(256, 256, 128, 2, 2, dtype=half), COMPILE, COMPILED),
         Case("few_tokens", args(4, 256, 128, 16, 4, dtype=half), COMPILE, COMPILED),
         Case("odd_tiles", args((3, 331), 208, 112, 33, 5, dtype=half), BIG, COMPILED),
-        Case("sentinels_large", args(1024, 512, 256, 16, 8, dtype=half, indices=_with_sentinels(16)), BIG, COMPILED),
+        Case("sentinels_large", args(1024, 512, 256, 16, 8, dtype=half, indices=with_sentinels(16)), BIG, COMPILED),
         Case("wide", args(64, 512, 4224, 4, 2, dtype=half), COMPILE, COMPILED),
         Case("qwen3", args(1024, 2048, 768, 128, 8, dtype=half), BIG, COMPILED),
         *(
@@ -134,7 +132,7 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
         ),
         Case(
             "zipf_8192x2048_e128_i768_k8",
-            args(8192, 2048, 768, 128, 8, dtype=half, indices=_zipf(128)),
+            args(8192, 2048, 768, 128, 8, dtype=half, indices=zipf(128)),
             BENCH,
             COMPILED,
         ),
@@ -147,7 +145,7 @@ IN_8_BITS: tuple[tuple[str, tuple, frozenset[str], tuple, dict], ...] = (
     ("small", ((2, 5), 48, 32, 4, 2), SMALL, ONCE, {}),
     ("several_tiles", (66, 160, 80, 2, 2), SMALL, ONCE, {}),
     ("no_tokens", ((2, 0), 16, 16, 4, 2), SMALL, ONCE, {}),
-    ("sentinels", (20, 32, 16, 3, 4), SMALL, ONCE, {"indices": _with_sentinels(3)}),
+    ("sentinels", (20, 32, 16, 3, 4), SMALL, ONCE, {"indices": with_sentinels(3)}),
     ("odd", (19, 21, 11, 5, 3), SMALL, ONCE, {}),
     ("gaps", (20, 32, 16, 3, 2), SMALL, ONCE, {"gaps": True}),
     ("many_gaps", (300, 256, 128, 4, 2), BIG, COMPILED, {"dtype": torch.bfloat16, "gaps": True}),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tilesmith.engine import Case
-from tilesmith.ops.moe.cases import GPT_OSS, _experts
-from tilesmith.ops.moe.cases.draws import Init, _one, _uniform, _with_sentinels, _zipf
+from tilesmith.ops.moe.cases import GPT_OSS, experts_args
+from tilesmith.ops.moe.cases.draws import Init, always, uniform, with_sentinels, zipf
 
 BF16, FP16, FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
 
@@ -35,7 +35,9 @@ class Kind:
         chance = random.Random(f"{name} {number}")
         tokens = 2 * chance.randint(0, (min(longest or self.tokens, self.tokens) - 1) // 2) + 1
         indices = self.choices(chance, self.sizes[2])
-        return Case(f"{name}_{number}", _experts(tokens, *self.sizes, indices=indices, **self.options), (), self.dtypes)
+        return Case(
+            f"{name}_{number}", experts_args(tokens, *self.sizes, indices=indices, **self.options), (), self.dtypes
+        )
 
 
 def _of_some(chance: random.Random, experts: int) -> Init:
@@ -51,22 +53,22 @@ def _of_some(chance: random.Random, experts: int) -> Init:
 
 SAMPLES: Mapping[str, Mapping[str, Kind]] = {
     "experts": {
-        "routed_evenly": Kind(BF16, (128, 72, 8, 2), lambda chance, experts: _uniform(experts)),
-        "routed_by_zipf": Kind(BF16, (72, 40, 33, 5), lambda chance, experts: _zipf(experts)),
-        "routed_to_one": Kind(FP16, (64, 48, 5, 1), lambda chance, experts: _one(chance.randrange(experts))),
+        "routed_evenly": Kind(BF16, (128, 72, 8, 2), lambda chance, experts: uniform(experts)),
+        "routed_by_zipf": Kind(BF16, (72, 40, 33, 5), lambda chance, experts: zipf(experts)),
+        "routed_to_one": Kind(FP16, (64, 48, 5, 1), lambda chance, experts: always(chance.randrange(experts))),
         "routed_to_some": Kind(BF16, (40, 136, 9, 3), _of_some),
         "routed_elsewhere": Kind(
-            FP16, (48, 24, 6, 3), lambda chance, experts: _with_sentinels(experts), options={"bias": True}
+            FP16, (48, 24, 6, 3), lambda chance, experts: with_sentinels(experts), options={"bias": True}
         ),
-        "routed_few": Kind(BF16, (64, 64, 96, 7), lambda chance, experts: _uniform(experts), tokens=30),
+        "routed_few": Kind(BF16, (64, 64, 96, 7), lambda chance, experts: uniform(experts), tokens=30),
         "routed_gpt_oss": Kind(
-            BF16, (72, 56, 7, 4), lambda chance, experts: _uniform(experts),
+            BF16, (72, 56, 7, 4), lambda chance, experts: uniform(experts),
             options={"bias": True, "weight_layout": "transposed", **GPT_OSS},
         ),
         "routed_adapted": Kind(
-            BF16, (72, 40, 6, 3), lambda chance, experts: _with_sentinels(experts),
+            BF16, (72, 40, 6, 3), lambda chance, experts: with_sentinels(experts),
             options={"grad": False, "ranks": (16, 5), "adapters": torch.float32},
         ),
-        "routed_fp32": Kind(FP32, (21, 11, 5, 3), lambda chance, experts: _with_sentinels(experts), tokens=300),
+        "routed_fp32": Kind(FP32, (21, 11, 5, 3), lambda chance, experts: with_sentinels(experts), tokens=300),
     }
 }  # fmt: skip

@@ -95,7 +95,7 @@ def experts_fp8(call, *, config: HopperFp8Config) -> tuple[Tensor, Tensor]:
         return x8.new_zeros(call.x8.shape, dtype=dtype), x8.new_empty((0, wide), dtype=dtype)
     groups, top_k = group(indices, count, HOPPER_ROWS), indices.shape[-1]
     pre = _product(x8, call.x_factor, call.gate_up8, call.gate_up_factor, groups, top_k, dtype, *config)
-    place = plain._places(groups, count, pre)
+    place = plain.places_of(groups, count, pre)
     h8, h_factor = fp8_steps.activated(pre, groups, count, call.activation)
     each = _product(h8, h_factor, call.down8, call.down_factor, groups, 0, dtype, *config)
     return fp8_steps.combined(each, indices, call.weights.contiguous(), call.x8, count, place), pre
@@ -122,7 +122,7 @@ class _Backward(fp8_steps.Backward, plain._Backward):
         )  # fmt: skip
 
     def sum_over_k(self, each: Tensor) -> Tensor:
-        place = plain._places(self.groups, self.experts)
+        place = plain.places_of(self.groups, self.experts)
         return fp8_steps.combined(each, self.indices, None, self.call.x, self.experts, place)
 
 

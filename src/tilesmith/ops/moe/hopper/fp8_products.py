@@ -24,7 +24,7 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.moe.fp8_plan import STEP8
-from tilesmith.ops.moe.hopper.products import _numbers
+from tilesmith.ops.moe.hopper.products import tile_and_column
 from tilesmith.ops.moe.hopper.tiles import FLAT, corner, quarters, store_piece
 from tilesmith.ops.moe.plan import HOPPER_COLS, HOPPER_ROWS
 
@@ -39,7 +39,7 @@ def _tile(number, table, GROUP: gl.constexpr):
     """A tile's expert, how many rows the expert has from the tile's first on (0 where the tile is not used), where they
     end, and the tile's number among those of columns."""
     starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n = table
-    tile, column = _numbers(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
+    tile, column = tile_and_column(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
     expert = gl.load(tile_expert_ptr + tile)
     first = gl.load(tile_row_ptr + tile)
     used = expert < experts

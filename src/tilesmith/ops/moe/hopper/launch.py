@@ -97,7 +97,7 @@ def _gathered(source: Tensor, groups: Groups, experts: int, top_k: int) -> Tenso
     return out
 
 
-def _places(groups: Groups, experts: int, pre: Tensor | None = None) -> Tensor:
+def places_of(groups: Groups, experts: int, pre: Tensor | None = None) -> Tensor:
     """Where the row of each pair lies in the order of experts; the rows of pre of pairs without an expert become 0."""
     place = torch.empty_like(groups.order)
     pairs = place.shape[0]
@@ -166,7 +166,7 @@ def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor,
         BY_ROWS=by_rows, GROUP=config.group_m, STAGES=config.num_stages, CONSUMERS=config.consumers, num_warps=4,
     )  # fmt: skip
     each = _product(activated, call.down, dense(call.down_bias), groups, config)
-    place = _places(groups, count, pre if hidden else None)
+    place = places_of(groups, count, pre if hidden else None)
     return steps.combined(each, indices, call.weights.contiguous(), call.x, count, place), pre
 
 
@@ -184,7 +184,7 @@ class _Backward(steps.Backward):
             groups = tiled(groups, self.experts, rows_)
         config = HopperConfig(chosen.rows_stages, chosen.group_m, chosen.rows_consumers)
         each = _product(dpre, self.call.gate_up.transpose(1, 2), None, groups, config)
-        return steps.combined(each, self.indices, None, self.call.x, self.experts, _places(self.groups, self.experts))
+        return steps.combined(each, self.indices, None, self.call.x, self.experts, places_of(self.groups, self.experts))
 
     def weight_gradient(self, left: Tensor, right: Tensor, out: Tensor, gathers_left: bool) -> Tensor:
         gathered = _gathered(left if gathers_left else right, self.groups, self.experts, self.top_k)

@@ -33,7 +33,7 @@ _STEP, _HALF, _PIECE, _COLS = (gl.constexpr(n) for n in (STEP, HALF_ROWS, PIECE,
 
 
 @gluon.jit
-def _numbers(number, tiles, tiles_n, GROUP: gl.constexpr):
+def tile_and_column(number, tiles, tiles_n, GROUP: gl.constexpr):
     """Tile of rows and of columns: GROUP tiles down, then the next columns, so that both operands stay in L2."""
     group = number // (GROUP * tiles_n)
     height = gl.minimum(tiles - group * GROUP, GROUP)
@@ -47,7 +47,7 @@ def _tile(number, table, GROUP: gl.constexpr):
     """A tile's expert, how many rows the expert has from the tile's first on (0 where the tile is not used), where they
     end, and the tile's number among those of columns."""
     starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n = table
-    tile, column = _numbers(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
+    tile, column = tile_and_column(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
     expert = gl.load(tile_expert_ptr + tile)
     first = gl.load(tile_row_ptr + tile)
     used = expert < experts

@@ -17,8 +17,8 @@ from tilesmith.device.triton.activations import activate
 from tilesmith.engine import cdiv, launch, next_power_of_2
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import steps
-from tilesmith.ops.moe.index import _expert
-from tilesmith.ops.moe.kernels import _columns, _gate, product, store_activation
+from tilesmith.ops.moe.index import expert_of
+from tilesmith.ops.moe.kernels import gated, pre_columns, product, store_activation
 from tilesmith.ops.moe.plan import FewConfig
 
 
@@ -27,7 +27,7 @@ def _tile_of(indices_ptr, pair, pairs, experts, BLOCK_M: tl.constexpr, PAIRS: tl
     """(expert, first row in the order of experts, pairs of the rows, number of rows) of the tile that a pair heads:
     every BLOCK_M-th pair of an expert does; of the others the number is 0."""
     at = tl.arange(0, PAIRS)
-    found = tl.where(at < pairs, _expert(indices_ptr, at, pairs, experts), experts + 1)
+    found = tl.where(at < pairs, expert_of(indices_ptr, at, pairs, experts), experts + 1)
     expert = tl.sum(tl.where(at == pair, found, 0), 0)
     same = (found == expert).to(tl.int32)
     rank = tl.cumsum(same, 0) - same
@@ -59,7 +59,7 @@ def few_gate_up_kernel(
     n = inner * 2 if GATED else inner
     m = tl.arange(0, BLOCK_M)
     row, inside = first_row + m, m < length
-    col, there = _columns(first, inner, GATED, INTERLEAVED, BLOCK_N)
+    col, there = pre_columns(first, inner, GATED, INTERLEAVED, BLOCK_N)
     if expert == experts:
         if KEEPS_PRE:
             place = row.to(tl.int64)[:, None] * n + col[None, :]
@@ -93,7 +93,7 @@ def few_up_kernel(
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
     pair, first = tl.program_id(0) % pairs, tl.program_id(0) // pairs * BLOCK_N
-    expert = _expert(indices_ptr, pair, pairs, experts)
+    expert = expert_of(indices_ptr, pair, pairs, experts)
     n, n_step, up_step = inner, 1, inner
     if GATED:
         n = 2 * inner
@@ -103,7 +103,7 @@ def few_up_kernel(
     there = col < inner
     if KEEPS_PRE:
         at = tl.arange(0, PAIRS)
-        others = tl.where(at < pairs, _expert(indices_ptr, at, pairs, experts), experts + 1)
+        others = tl.where(at < pairs, expert_of(indices_ptr, at, pairs, experts), experts + 1)
         before = (others < expert) | ((others == expert) & (at < pair))
         pre_tile = pre_ptr + tl.sum(before.to(tl.int32), 0).to(tl.int64) * n + col * n_step
     if expert == experts:
@@ -141,7 +141,7 @@ def few_up_kernel(
         u = u.to(out_ptr.dtype.element_ty)
         if KEEPS_PRE:
             tl.store(pre_tile + up_step, u, mask=there)
-        out, _, _ = _gate(z.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
+        out, _, _ = gated(z.to(tl.float32), u.to(tl.float32), limit, alpha, up_offset, ACTIVATION, HAS_LIMIT)
     else:
         out, _ = activate(z.to(tl.float32), ACTIVATION)
     place = out_ptr + pair.to(tl.int64) * inner + col

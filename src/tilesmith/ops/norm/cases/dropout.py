@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, tokens_first
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -20,12 +17,6 @@ def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device
 
 def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
-
-
-def _heads(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, D] over memory laid out [B, T, H, D]."""
-    batch, heads, tokens, dim = shape
-    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
 
 
 def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -74,7 +65,7 @@ def _cases(kind: str) -> list[Case]:
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
         Case("part", args(5, 64, init=_part), SMALL),
-        Case("heads", args(2, 3, 5, 64, init=_heads), SMALL),
+        Case("heads", args(2, 3, 5, 64, init=tokens_first), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("parts", args(3, 33_024), SMALL),

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, far_rows
 
-SMALL = frozenset({"test", "interpret"})
-BENCH = frozenset({"gpu", "bench", "tune"})
-GPU = frozenset({"gpu"})
 HALVES = (torch.float16, torch.bfloat16)
 WIDE = (torch.float32,)
 
@@ -22,13 +20,6 @@ def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.
 def _gated(*shape: int, layout: str = "contiguous", **options: object) -> dict:
     tensors = {name: T(*shape, layout=layout) for name in ("x", "gate")}
     return {**tensors, "weight": T(shape[-1], init=_around_one), **options}
-
-
-def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 rows so far apart that a 32-bit offset of the second one overflows."""
-    step = 2**31 + 8
-    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.bfloat16, device=device)
-    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
 
 
 def _heads(*shape: int) -> dict:
@@ -64,8 +55,8 @@ CASES: dict[str, list[Case]] = {
         Case("4097_columns", _gated(3, 4097), SMALL),
         Case("beyond_registers", _gated(2, 9000), frozenset({"test"})),
         Case("no_rows", _gated(0, 16), SMALL),
-        Case("far", {**_gated(2, 1024, gate_first=True), "x": T(2, 1024, init=_far)}, GPU, (torch.bfloat16,)),
-        Case("far_gate", {**_gated(2, 1024), "gate": T(2, 1024, init=_far)}, GPU, (torch.bfloat16,)),
+        Case("far", {**_gated(2, 1024, gate_first=True), "x": T(2, 1024, init=far_rows)}, GPU, (torch.bfloat16,)),
+        Case("far_gate", {**_gated(2, 1024), "gate": T(2, 1024, init=far_rows)}, GPU, (torch.bfloat16,)),
         Case("heads_8192x32x128", _heads(8192, 32, 128), BENCH),
         Case("rows_16384x4096", _gated(16_384, 4096), BENCH),
         Case("mamba_16384x8x1024", _gated(16_384, 8192, casting="llama", gate_first=True, groups=8), BENCH),

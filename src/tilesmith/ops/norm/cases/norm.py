@@ -6,18 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows, tokens_first
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def _heads(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, D], heads moved in front of tokens: memory laid out [B, T, H, D]."""
-    batch, heads, tokens, dim = shape
-    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
 
 
 def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -49,13 +40,6 @@ def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.
 
 
 _INIT = {"weight": _around_one, "bias": "normal"}
-
-
-def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 rows so far apart that a 32-bit offset of the second one overflows."""
-    step = 2**31 + 8
-    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.bfloat16, device=device)
-    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
 
 
 def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
@@ -99,7 +83,7 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
         Case("part", args(5, 64, init=_part), SMALL),
-        Case("heads", args(2, 3, 5, 64, init=_heads), SMALL),
+        Case("heads", args(2, 3, 5, 64, init=tokens_first), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("parts", args(3, 33_024), SMALL),
@@ -114,14 +98,14 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("parts_no_vectors", plain(5, 66_048), GPU),
         Case("parts_131072_columns", args(65, 131_072), GPU),
         Case("wide", args(4, 262_144), GPU),
-        Case("far", args(2, 4096, init=_far), GPU, (torch.bfloat16,)),
+        Case("far", args(2, 4096, init=far_rows), GPU, (torch.bfloat16,)),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, (torch.bfloat16,)),
     ]
     if added:
         wide = args(6, 40) | {"residual": T(6, 40, dtype=torch.float32)}
         all_wide = wide | {name: T(40, dtype=torch.float32, init=_INIT[name]) for name in vectors}
         swept = args(2, 17_000) | {"residual": T(2, 17_000, dtype=torch.float32)}
-        other = args(2, 3, 5, 64, init=_heads) | {"residual": T(2, 3, 5, 64)}
+        other = args(2, 3, 5, 64, init=tokens_first) | {"residual": T(2, 3, 5, 64)}
         found += [
             Case("fp32_residual", wide, SMALL, HALVES),
             Case("fp32_residual_and_vectors", all_wide, SMALL, HALVES),
@@ -168,7 +152,7 @@ PER_HEAD = [
     Case("per_head_two_dims", {**_by_head(7, 33), "offset": 1.0}, SMALL),
     Case("per_head_llama", {**_by_head(4, 3, 40), "casting": "llama"}, SMALL),
     Case("per_head_none", {**_by_head(4, 3, 40), "casting": "none"}, SMALL),
-    Case("per_head_in_another_order", _by_head(2, 3, 5, 64, init=_heads), SMALL),
+    Case("per_head_in_another_order", _by_head(2, 3, 5, 64, init=tokens_first), SMALL),
     Case("per_head_strided", _by_head(2, 5, 3, 24, layout="strided"), SMALL),
     Case("per_head_many_rows", _by_head(150, 2, 40), SMALL),
     Case("per_head_frozen", {**_by_head(4, 3, 40), "weight": T(3, 40, grad=False)}, SMALL),
@@ -189,7 +173,7 @@ def _bench(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
     sizes += [(16_384, 8192), (8192, 16_384), (8192, 32_768), (4096, 65_536), (2048, 131_072), (512, 4096)]
     found = [case(f"{m}x{n}", m, n) for m, n in sizes]
     if "residual" not in rows:
-        found.append(case("heads_4x32x4096x128", 4, 32, 4096, 128, init=_heads))
+        found.append(case("heads_4x32x4096x128", 4, 32, 4096, 128, init=tokens_first))
     return found
 
 

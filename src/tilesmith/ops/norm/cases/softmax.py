@@ -6,26 +6,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows, tokens_first
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"gpu", "bench", "tune"})
 BF16 = (torch.bfloat16,)
 FP32 = (torch.float32,)  # of the run; these tensors have a dtype of their own
-
-
-def _far(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 rows so far apart that a 32-bit offset of the second one overflows."""
-    step = 2**31 + 8
-    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.bfloat16, device=device)
-    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
-
-
-def _heads(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """[B, H, T, S] over memory laid out [B, T, H, S]."""
-    batch, heads, tokens, keys = shape
-    return torch.randn(batch, tokens, heads, keys, generator=generator, device=device).transpose(1, 2)
 
 
 def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -121,13 +105,13 @@ def _cases(**options: object) -> list[Case]:
         Case("causal_1100_columns", args(2, 3, 1100) | {"causal": True}, SMALL),
         Case("causal_swept", args(3, 17_000) | {"causal": True}, SMALL),
         Case("causal_swept_hidden", args(6, 1, 16_500) | {"causal": True}, TEST),
-        Case("causal_heads", args(2, 3, 5, 16, init=_heads) | {"causal": True}, SMALL),
+        Case("causal_heads", args(2, 3, 5, 16, init=tokens_first) | {"causal": True}, SMALL),
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
         Case("causal_strided", args(2, 6, 40, layout="strided") | {"causal": True}, SMALL),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
         Case("part", args(5, 64, init=_part), SMALL),
-        Case("heads", args(2, 3, 5, 64, init=_heads), SMALL),
+        Case("heads", args(2, 3, 5, 64, init=tokens_first), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("wide", args(4, 262_144), GPU),
@@ -157,10 +141,10 @@ def _cases(**options: object) -> list[Case]:
         Case("causal_parts_dead_row", args(3, 4096, init=_dead, grad=False) | {"causal": True}, GPU),
         Case("causal_parts_negative_scale", args(2, 300, 1504) | {"causal": True, "scale": -2.5}, GPU),
         Case("causal_parts_strided", args(2, 70, 3000, layout="strided") | {"causal": True}, GPU),
-        Case("causal_parts_heads", args(2, 3, 40, 1200, init=_heads) | {"causal": True}, GPU),
+        Case("causal_parts_heads", args(2, 3, 40, 1200, init=tokens_first) | {"causal": True}, GPU),
         Case("causal_quarters", args(2, 2050, 2050) | {"causal": True}, GPU),
         Case("causal_wide", args(2, 5, 131_072) | {"causal": True}, GPU),
-        Case("far", args(2, 4096, init=_far), GPU, BF16),
+        Case("far", args(2, 4096, init=far_rows), GPU, BF16),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, BF16),
     ]
 

@@ -30,14 +30,14 @@ def _dropout(seed: Tensor | None, p: float, like: Tensor) -> dict[str, Any]:
 def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> norms.ForwardConfig:
     """That of the norms, but 64 elements per thread at 16,384 columns: layer norm takes 263 µs in place of 296 (H200,
     bf16, 8,192 rows), RMS norm as long as before."""
-    config = norms._forward_default(dims, arch, swept_from=norms.MAX_HELD)
+    config = norms.forward_default(dims, arch, swept_from=norms.MAX_HELD)
     if config.tile == 16_384 and not config.block_cols and dtype.itemsize == 2:
         return config._replace(num_warps=max(1, config.tile // 64 // max(arch.warp, 16)))
     return config
 
 
 def _reasons(call: Any) -> list[str]:
-    return norms._reasons(call._replace(seed=None))
+    return norms.norm_reasons(call._replace(seed=None))
 
 
 @register_kernel(
@@ -49,7 +49,7 @@ def _reasons(call: Any) -> list[str]:
 )
 @optimize_kernel(
     space=Space(
-        dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms._dims(x, x, residual, weight, bias),
+        dims=lambda x, residual, weight, bias, seed, p, kind, eps: norms.norm_dims(x, x, residual, weight, bias),
         default=_default,
         choices=norms.FORWARD_CHOICES,
     )
@@ -66,7 +66,7 @@ def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> norm
     """That of add_layer_norm and add_rms_norm, but 16 elements a thread and 256 threads a multiprocessor for layer norm
     of 1,024, 2,048 and 4,096 columns: 0.94, 0.95 and 0.96 of the copy rate (H200, bf16), with 8 elements 0.93, 0.94 and
     0.92. RMS norm gains nothing from it."""
-    config = norms._backward_default(dims, arch, dims["sums"] == 2, three=True)
+    config = norms.backward_default(dims, arch, dims["sums"] == 2, three=True)
     if dims["sums"] == 2 and not config.block_cols and 1024 <= config.tile <= 4096:
         threads = config.tile // 16
         return config._replace(
@@ -76,7 +76,7 @@ def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> norm
 
 
 def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, kind: str) -> dict[str, int]:
-    return {**norms._dims(s, dy, ds, s, weight), "sums": 2 if kind == "layer" else 1}
+    return {**norms.norm_dims(s, dy, ds, s, weight), "sums": 2 if kind == "layer" else 1}
 
 
 @register_kernel(

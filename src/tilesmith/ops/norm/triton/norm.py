@@ -199,7 +199,7 @@ def launch_backward(
     add_partials(tuple(sums), (None if dweight is None else dweight.view(-1), dbias))
 
 
-def _reasons(call: Any) -> list[str]:
+def norm_reasons(call: Any) -> list[str]:
     return [
         f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
         for name, facts in call._asdict().items()
@@ -207,7 +207,7 @@ def _reasons(call: Any) -> list[str]:
     ]
 
 
-def _dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
+def norm_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
     """rows and cols of `like`, and bytes: how many each column needs of the tensors read."""
     cols = like.shape[-1]
     return {
@@ -232,7 +232,7 @@ def _narrowed(tile: int, dims: Mapping[str, int], programs: int) -> int:
     return tile
 
 
-def _forward_default(
+def forward_default(
     dims: Mapping[str, int], arch: Any, swept_from: int, most_idle: float = 1.0, each: int = 16
 ) -> ForwardConfig:
     """16 elements a thread (`each` up to 1,024 columns), 32 of wide rows, whole rows in registers: 0.96 to 0.99 of the
@@ -251,7 +251,7 @@ def _forward_default(
     return ForwardConfig(block_cols, block_cols, block_cols // 8 // lanes, 1)
 
 
-def _backward_default(dims: Mapping[str, int], arch: Any, center: bool, three: bool = False) -> BackwardConfig:
+def backward_default(dims: Mapping[str, int], arch: Any, center: bool, three: bool = False) -> BackwardConfig:
     """A default for the backward: 16 elements per thread, so that the sums, a tile of x and one of dy stay in registers
     (ptxas, sm_90, 16-bit inputs): up to 8,192 columns for the two sums of layer norm and 16,384 for the one of RMS
     norm.
@@ -300,11 +300,11 @@ BACKWARD_CHOICES = {
 }
 
 
-@register_kernel("rms_norm", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_arguments(forward_tells))
+@register_kernel("rms_norm", backend="triton", rank=20, rejects=norm_reasons, tells=rms_norm_arguments(forward_tells))
 @optimize_kernel(
     space=Space(
-        dims=lambda x, weight, eps, offset, casting: _dims(x, x, weight),
-        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=4096),
+        dims=lambda x, weight, eps, offset, casting: norm_dims(x, x, weight),
+        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=4096),
         choices=FORWARD_CHOICES,
     )
 )
@@ -316,12 +316,12 @@ def rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tenso
 
 
 @register_kernel(
-    "rms_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_vjp_arguments(backward_tells)
+    "rms_norm_vjp", backend="triton", rank=20, rejects=norm_reasons, tells=rms_norm_vjp_arguments(backward_tells)
 )
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, x, weight, rstd, offset, output_mask: _dims(x, dy, x, weight),
-        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=False),
+        dims=lambda dy, x, weight, rstd, offset, output_mask: norm_dims(x, dy, x, weight),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, center=False),
         choices=BACKWARD_CHOICES,
     )
 )
@@ -331,13 +331,15 @@ def rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
     return _backward(gradient_of(call), config)[:2]
 
 
-@register_kernel("layer_norm", backend="triton", rank=20, rejects=_reasons, tells=layer_norm_arguments(forward_tells))
+@register_kernel(
+    "layer_norm", backend="triton", rank=20, rejects=norm_reasons, tells=layer_norm_arguments(forward_tells)
+)
 @optimize_kernel(
     space=Space(
-        dims=lambda x, weight, bias, eps: _dims(x, x, weight, bias),
+        dims=lambda x, weight, bias, eps: norm_dims(x, x, weight, bias),
         # fewer warps, which wait for each other twice: 128 columns 131 us (16 elements a thread: 136), 512 67 (70); not
         # at 2,048, 67.5 (65.9)
-        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=16_384, most_idle=0.25, each=32),
+        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=16_384, most_idle=0.25, each=32),
         choices=FORWARD_CHOICES,
     )
 )
@@ -349,12 +351,12 @@ def layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Ten
 
 
 @register_kernel(
-    "layer_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=layer_norm_vjp_arguments(backward_tells)
+    "layer_norm_vjp", backend="triton", rank=20, rejects=norm_reasons, tells=layer_norm_vjp_arguments(backward_tells)
 )
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: _dims(x, dy, x, weight),
-        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=True),
+        dims=lambda dy, x, weight, bias, mean, rstd, output_mask: norm_dims(x, dy, x, weight),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, center=True),
         choices=BACKWARD_CHOICES,
     )
 )
@@ -365,12 +367,12 @@ def layer_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Ten
 
 
 @register_kernel(
-    "add_rms_norm", backend="triton", rank=20, rejects=_reasons, tells=add_rms_norm_arguments(forward_tells)
+    "add_rms_norm", backend="triton", rank=20, rejects=norm_reasons, tells=add_rms_norm_arguments(forward_tells)
 )
 @optimize_kernel(
     space=Space(
-        dims=lambda x, residual, weight, eps, offset, casting: _dims(x, x, residual, weight),
-        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=MAX_HELD),
+        dims=lambda x, residual, weight, eps, offset, casting: norm_dims(x, x, residual, weight),
+        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=MAX_HELD),
         choices=FORWARD_CHOICES,
     )
 )
@@ -382,12 +384,16 @@ def add_rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[T
 
 
 @register_kernel(
-    "add_rms_norm_vjp", backend="triton", rank=20, rejects=_reasons, tells=add_rms_norm_vjp_arguments(backward_tells)
+    "add_rms_norm_vjp",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=add_rms_norm_vjp_arguments(backward_tells),
 )
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, ds, s, weight, rstd, offset, output_mask: _dims(s, dy, ds, s, weight),
-        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=False, three=True),
+        dims=lambda dy, ds, s, weight, rstd, offset, output_mask: norm_dims(s, dy, ds, s, weight),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, center=False, three=True),
         choices=BACKWARD_CHOICES,
     )
 )
@@ -398,12 +404,12 @@ def add_rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "add_layer_norm", backend="triton", rank=20, rejects=_reasons, tells=add_layer_norm_arguments(forward_tells)
+    "add_layer_norm", backend="triton", rank=20, rejects=norm_reasons, tells=add_layer_norm_arguments(forward_tells)
 )
 @optimize_kernel(
     space=Space(
-        dims=lambda x, residual, weight, bias, eps: _dims(x, x, residual, weight, bias),
-        default=lambda dims, arch, dtype: _forward_default(dims, arch, swept_from=MAX_HELD),
+        dims=lambda x, residual, weight, bias, eps: norm_dims(x, x, residual, weight, bias),
+        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=MAX_HELD),
         choices=FORWARD_CHOICES,
     )
 )
@@ -417,13 +423,13 @@ def add_layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple
     "add_layer_norm_vjp",
     backend="triton",
     rank=20,
-    rejects=_reasons,
+    rejects=norm_reasons,
     tells=add_layer_norm_vjp_arguments(backward_tells),
 )
 @optimize_kernel(
     space=Space(
-        dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: _dims(s, dy, ds, s, weight),
-        default=lambda dims, arch, dtype: _backward_default(dims, arch, center=True, three=True),
+        dims=lambda dy, ds, s, weight, bias, mean, rstd, output_mask: norm_dims(s, dy, ds, s, weight),
+        default=lambda dims, arch, dtype: backward_default(dims, arch, center=True, three=True),
         choices=BACKWARD_CHOICES,
     )
 )

@@ -13,7 +13,7 @@ from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments, rms_norm_rop
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
 from tilesmith.ops.rotary.triton.norm_kernels import rms_norm_rope_bwd_kernel, rms_norm_rope_fwd_kernel
 from tilesmith.ops.rotary.triton.rope import (
-    _double_reasons,
+    double_reasons,
 )
 
 
@@ -221,7 +221,7 @@ def _reasons(call) -> list[str]:
         for name, weight in (("q_weight", call.q_weight), ("k_weight", call.k_weight))
         if call.norm_dim == "row" and weight is not None and weight.cols > WIDEST
     ]
-    return _double_reasons(named) + wide
+    return double_reasons(named) + wide
 
 
 WIDEST = 16_384  # features of a row that is normalised as a whole

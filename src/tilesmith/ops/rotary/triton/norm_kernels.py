@@ -5,10 +5,10 @@ import triton.language as tl
 
 from tilesmith.ops.rotary.triton.rope import (
     VARYING,
-    _join_line,
-    _line_pointers,
-    _positions,
-    _split_line,
+    join_line,
+    line_pointers,
+    positions_of,
+    split_line,
 )
 
 # A tile is [tokens, heads, features], its features in two parts that rotate against each other (and a third that does
@@ -88,11 +88,11 @@ def _norm_rope_heads(
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """y of STEPS blocks of heads. angles: cos, sin, their steps over rows; where: what `_positions` reads."""
+    """y of STEPS blocks of heads. angles: cos, sin, their steps over rows; where: what `positions_of` reads."""
     tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     heads = head_block * (BLOCK_HEADS * STEPS) + tl.arange(0, BLOCK_HEADS)
-    x_ptr = _line_pointers(x_ptr, x_row, x_head, x_token, row, heads, tokens)
-    y_ptr = _line_pointers(y_ptr, y_row, y_head, y_token, row, heads, tokens)
+    x_ptr = line_pointers(x_ptr, x_row, x_head, x_token, row, heads, tokens)
+    y_ptr = line_pointers(y_ptr, y_row, y_head, y_token, row, heads, tokens)
     x_step, y_step = tl.cast(x_head, tl.int64) * BLOCK_HEADS, tl.cast(y_head, tl.int64) * BLOCK_HEADS
     x_dim, y_dim = tl.cast(x_dim, tl.int64), tl.cast(y_dim, tl.int64)
 
@@ -103,14 +103,14 @@ def _norm_rope_heads(
     for step in tl.static_range(STEPS):
         inside = (tokens[:, None, None] < num_tokens) & (heads[None, :, None] + step * BLOCK_HEADS < num_heads)
         x_line = x_ptr + step * x_step
-        loaded += (_split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED),)
+        loaded += (split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED),)
         if DIM > 2 * PAIRS:
             mask = inside & (rest < DIM)[None, None, :]
             unturned += (tl.load(x_line + rest[None, None, :] * x_dim, mask=mask, other=0.0).to(tl.float32),)
     tl.debug_barrier()
     position = tokens.to(tl.int64)
     if not PER_TOKEN:
-        position = _positions(row, tokens, *where, num_tokens, POSITIONS, OFFSETS, PACKED)
+        position = positions_of(row, tokens, *where, num_tokens, POSITIONS, OFFSETS, PACKED)
     cos, sin = _load_angles(
         *angles, row, tokens, position, num_positions, num_tokens,
         COS_POSITION, COS_PAIR, SIN_POSITION, SIN_PAIR, PAIRS, BLOCK_PAIRS, BLOCK_HEADS,
@@ -175,7 +175,7 @@ def _norm_rope_heads(
             first = _scale(first * rstd, factor_first, y_ptr, LLAMA)
             second = _scale(second * rstd, factor_second, y_ptr, LLAMA)
             y_first, y_second = first * cos - second * sin, second * cos + first * sin
-        _join_line(y_line, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+        join_line(y_line, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
         if DIM > 2 * PAIRS:
             if ROW and weight_ptr is not None:
                 factor_rest = _load_factor(
@@ -316,13 +316,13 @@ def rms_norm_rope_bwd_kernel(
         for step in tl.static_range(STEPS):
             inside = (line < num_tokens) & (head + step * BLOCK_HEADS < num_heads)
             x_line, dy_line = x_ptr + step * BLOCK_HEADS * x_head, dy_ptr + step * BLOCK_HEADS * dy_head
-            first, second = _split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
-            dy_first, dy_second = _split_line(dy_line, dy_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+            first, second = split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+            dy_first, dy_second = split_line(dy_line, dy_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
             loaded += ((first, second, dy_first, dy_second),)
         if PER_TOKEN:
             position = tokens.to(tl.int64)
         else:
-            position = _positions(
+            position = positions_of(
                 row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step, cu_seqlens_ptr,
                 cu_seqlens_step, offset, documents, search_steps, num_tokens, POSITIONS, OFFSETS, PACKED,
             )  # fmt: skip
@@ -368,7 +368,7 @@ def rms_norm_rope_bwd_kernel(
                 dot *= rstd * count
                 dx_line = dx_ptr + step * BLOCK_HEADS * dx_head
                 dx_first, dx_second = (dxhat_first - first * dot) * rstd, (dxhat_second - second * dot) * rstd
-                _join_line(dx_line, dx_dim, dx_first, dx_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+                join_line(dx_line, dx_dim, dx_first, dx_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
                 if DIM > 2 * PAIRS:
                     dx_rest = ((dxhat_rest - unturned * dot) * rstd).to(dq_ptr.dtype.element_ty)
                     tl.store(dx_line + rest[None, None, :] * dx_dim, dx_rest, mask=rest_mask)

@@ -19,7 +19,7 @@ VARYING = (
 
 
 @triton.jit
-def _positions(
+def positions_of(
     row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step,
     cu_seqlens_ptr, cu_seqlens_step, offset, documents, search_steps, num_tokens,
     POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
@@ -48,14 +48,14 @@ def _positions(
 
 
 @triton.jit
-def _line_pointers(ptr, row_step, head_step, token_step, row, heads, tokens):
+def line_pointers(ptr, row_step, head_step, token_step, row, heads, tokens):
     """Pointers [tokens, heads, 1] to the lines of a row of the batch."""
     line = heads.to(tl.int64)[None, :, None] * head_step + tokens.to(tl.int64)[:, None, None] * token_step
     return ptr + row * row_step + line
 
 
 @triton.jit
-def _split_line(x_ptr, x_dim, inside, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def split_line(x_ptr, x_dim, inside, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two features of each pair, fp32; x_ptr: [tokens, heads, 1] pointers to the lines."""
     if INTERLEAVED:
         # Whole lines are loaded and split in registers: accesses with a stride of two elements would not coalesce.
@@ -71,11 +71,11 @@ def _split_line(x_ptr, x_dim, inside, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.const
 
 
 @triton.jit
-def _join_line(
+def join_line(
     y_ptr, y_dim, first, second, inside,
     PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Store what `_split_line` loads."""
+    """Store what `split_line` loads."""
     first, second = first.to(y_ptr.dtype.element_ty), second.to(y_ptr.dtype.element_ty)
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
@@ -117,11 +117,11 @@ def _rope_kernel(
     y_dim = tl.where(is_q, q_out_dim, k_out_dim).to(tl.int64)
     tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     heads = tl.where(is_q, head_block, head_block - q_blocks) * (BLOCK_HEADS * STEPS) + tl.arange(0, BLOCK_HEADS)
-    x_ptr = _line_pointers(
+    x_ptr = line_pointers(
         tl.where(is_q, q_ptr, k_ptr), tl.where(is_q, q_row, k_row), x_head, tl.where(is_q, q_token, k_token),
         row, heads, tokens,
     )  # fmt: skip
-    y_ptr = _line_pointers(
+    y_ptr = line_pointers(
         tl.where(is_q, q_out_ptr, k_out_ptr), tl.where(is_q, q_out_row, k_out_row), y_head,
         tl.where(is_q, q_out_token, k_out_token), row, heads, tokens,
     )  # fmt: skip
@@ -132,14 +132,14 @@ def _rope_kernel(
     for step in tl.static_range(STEPS):
         inside = (tokens[:, None, None] < num_tokens) & (heads[None, :, None] + step * BLOCK_HEADS < num_heads)
         x_line = x_ptr + step * BLOCK_HEADS * x_head
-        x += (_split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED),)
+        x += (split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED),)
         if DIM > 2 * PAIRS:
             unturned += (tl.load(x_line + rest * x_dim, mask=inside & (rest < DIM)),)
 
     if PER_TOKEN:
         position = tokens.to(tl.int64)
     else:
-        position = _positions(
+        position = positions_of(
             row, tokens, positions_ptr, positions_row, positions_token, offsets_ptr, offsets_step,
             cu_seqlens_ptr, cu_seqlens_step, offset, documents, search_steps, num_tokens, POSITIONS, OFFSETS, PACKED,
         )  # fmt: skip
@@ -161,7 +161,7 @@ def _rope_kernel(
         y_line = y_ptr + step * BLOCK_HEADS * y_head
         first, second = x[step]
         y_first, y_second = first * cos - second * sin, second * cos + first * sin
-        _join_line(y_line, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
+        join_line(y_line, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
         if DIM > 2 * PAIRS:
             tl.store(y_line + rest * y_dim, unturned[step], mask=inside & (rest < DIM))
 
@@ -227,14 +227,14 @@ def _wanted(dq_out: Tensor | None, dk_out: Tensor | None, output_mask: Sequence[
 
 
 def _reasons(call) -> list[str]:
-    return _double_reasons({"q": call.q, "cos": call.cos})
+    return double_reasons({"q": call.q, "cos": call.cos})
 
 
 def _vjp_reasons(call) -> list[str]:
-    return _double_reasons({"dq_out": call.dq_out, "dk_out": call.dk_out, "cos": call.cos})
+    return double_reasons({"dq_out": call.dq_out, "dk_out": call.dk_out, "cos": call.cos})
 
 
-def _double_reasons(tensors: dict) -> list[str]:
+def double_reasons(tensors: dict) -> list[str]:
     return [
         f"{name} is float64; this kernel computes in float32"
         for name, x in tensors.items()
