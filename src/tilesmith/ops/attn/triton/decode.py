@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilesmith.ops.attn.split_combine import join_sink
-from tilesmith.ops.attn.triton.tiles import LN2, LOG2E, add_product, tanh
+from tilesmith.ops.attn.triton.tiles import LN2, add_product, power, tanh, unit
 
 
 @triton.jit
@@ -54,6 +54,7 @@ def _walk(
     K_SCALES, V_SCALES: each slot has a factor of its own. PRODUCT: the dtype in which values are multiplied.
     WIDENED: 8 bits become its 16 where they were loaded. KEY_REST: of the tile of key columns behind the first BLOCK_D,
     or 0. SHARED: values are the first columns of the keys, of whose tile the product takes them."""
+    EXACT: tl.constexpr = q.dtype == tl.float32
     HEAD: tl.constexpr = BLOCK_D if KEY_REST > 0 else DIM
     PLAIN: tl.constexpr = k_scale_ptr is None and not SOFTCAP
     SPARSE: tl.constexpr = mask_ptr is not None or documents_ptr is not None
@@ -107,7 +108,7 @@ def _walk(
             at = page * k_scale_strides[0] + slot * k_scale_strides[2]
             scores *= tl.load(k_scale_ptr + at, mask=held, other=0.0).to(tl.float32)[None, :]
         if SOFTCAP:
-            scores = tanh(scores, q.dtype == tl.float32) * softcap
+            scores = tanh(scores, EXACT) * softcap
         if MASKED:
             seen = columns[None, :] < row_end[:, None]
             if LEFT:
@@ -122,12 +123,12 @@ def _walk(
         if PLAIN:  # scaled, shifted and raised in one multiply-add and a power: with 128 rows that is what takes time
             new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores * score_scale - shift[:, None])
+            weights = power(scores * score_scale - shift[:, None], EXACT)
         else:
             new_top = tl.maximum(top, tl.max(scores, 1))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(top - shift)
+            weights = power(scores - shift[:, None], EXACT)
+        decay = power(top - shift, EXACT)
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         if V_SCALES:
@@ -236,9 +237,10 @@ def _attention_split_kernel(
     else:
         k_ptr += batch * k_page * UNIT
         v_ptr += batch * v_page * UNIT
-    # Scores are kept in base 2; a softcap takes them in its own unit first.
-    score_scale = scale / softcap if SOFTCAP else scale * LOG2E
-    softcap *= LOG2E
+    # Scores are kept in base 2, but for fp32; a softcap takes them in its own unit first.
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    score_scale = scale / softcap if SOFTCAP else scale * unit(EXACT)
+    softcap *= unit(EXACT)
     # 8-bit floats become fp16 in one instruction, bf16 in many; q does too, behind a power of two of its own.
     BRAIN: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
     PRODUCT: tl.constexpr = (
@@ -300,7 +302,7 @@ def _attention_split_kernel(
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
     out = acc * (out_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-    lse = (top + tl.log2(total)) * LN2
+    lse = top + tl.log(total) if EXACT else (top + tl.log2(total)) * LN2
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + query_head, mask=real, other=float("-inf")).to(tl.float32)
         share, lse = join_sink(lse, sink)
