@@ -259,6 +259,10 @@ def check_disagreement(mesh):
     def call(q, k, v, causal=True, dense=None, **more):
         return context_parallel_attention(q, k, v, mesh, ops.Mask(causal=causal, dense=dense), **more)
 
+    def divided(*given, **more):  # as a rank on another device may divide them
+        with in_parts() if odd else contextlib.nullcontext():
+            return call(*given, **more)
+
     short = [x[:, :, :6] for x in good]
     few = [good[0], good[1][:, :2], good[2][:, :2]]
     cases = {
@@ -273,6 +277,7 @@ def check_disagreement(mesh):
         "dense": lambda: call(*good, dense=torch.ones(8, 1 if odd else 8 * mesh.size(), dtype=torch.bool)),
         "scale": lambda: call(*good, score=ops.Score(scale=np.float32(0.25 if odd else 0.5))),
         "requires_grad": lambda: call(good[0].clone().requires_grad_(odd), *good[1:]),
+        "parts of the heads": lambda: divided(*few, mode="ring"),
     }
     for field, run in cases.items():
         call(*good)
