@@ -69,8 +69,10 @@ def in_parts(of_group=2):
     """A ring works on one of two kv heads after another, also of few tokens, and for gradients on so many parts of the
     query heads that read it."""
     chosen, cost.ring_parts = cost.ring_parts, lambda *_: cost.RingParts(Splits(Split(2), Split(2, of_group)))
-    yield
-    cost.ring_parts = chosen
+    try:
+        yield
+    finally:
+        cost.ring_parts = chosen
 
 
 def check_modes(mesh):
