@@ -71,9 +71,11 @@ def in_parts(of_group=2):
     query heads that read it."""
     chosen, cost.ring_parts = cost.ring_parts, lambda *_: cost.RingParts(Splits(Split(2), Split(2, of_group)))
     prepared.forget()
-    yield
-    cost.ring_parts = chosen
-    prepared.forget()
+    try:
+        yield
+    finally:
+        cost.ring_parts = chosen
+        prepared.forget()
 
 
 def check_modes(mesh):
@@ -262,6 +264,10 @@ def check_disagreement(mesh):
     def call(q, k, v, causal=True, dense=None, **more):
         return context_parallel_attention(q, k, v, mesh, ops.Mask(causal=causal, dense=dense), **more)
 
+    def divided(*given, **more):  # as a rank on another device may divide them
+        with in_parts() if odd else contextlib.nullcontext():
+            return call(*given, **more)
+
     short = [x[:, :, :6] for x in good]
     few = [good[0], good[1][:, :2], good[2][:, :2]]
     cases = {
@@ -276,6 +282,7 @@ def check_disagreement(mesh):
         "dense": lambda: call(*good, dense=torch.ones(8, 1 if odd else 8 * mesh.size(), dtype=torch.bool)),
         "scale": lambda: call(*good, score=ops.Score(scale=np.float32(0.25 if odd else 0.5))),
         "requires_grad": lambda: call(good[0].clone().requires_grad_(odd), *good[1:]),
+        "parts of the heads": lambda: divided(*few, mode="ring"),
     }
     for field, run in cases.items():
         call(*good)

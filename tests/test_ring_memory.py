@@ -86,13 +86,15 @@ def hopper(monkeypatch):
     monkeypatch.setitem(KERNELS, "on hopper", _OnHopper())
 
 
-def _held(tokens, heads, kv_heads, size, rank, kernel="on hopper"):
+def _held(tokens, heads, kv_heads, size, rank, kernel="on hopper", mask=CAUSAL, **more):
     """What a rank of a ring holds, in shards of keys and values: forward, beside q, k, v, out and lse, and backward,
     beside these, dout and the gradients; and at most in each pass, beside what it is given, in bytes."""
     made = (torch.empty(1, tokens, h, 128, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads, kv_heads))
     q, k, v = inputs = [x.transpose(1, 2).requires_grad_() for x in made]
     with _Peak(*inputs) as forward:
-        out, lse = context_parallel_attention(*inputs, OneRank(size, rank), CAUSAL, mode="ring", kernel=kernel)
+        out, lse = context_parallel_attention(
+            *inputs, OneRank(size, rank), mask, mode="ring", kernel=kernel, **more
+        )  # fmt: skip
     dout = torch.empty_like(out)
     with _Peak(*inputs, out, lse, dout) as backward:
         torch.autograd.grad(out, inputs, dout)
@@ -136,6 +138,27 @@ def test_short_shards_too_take_no_more_than_in_proportion(heads, kv_heads, hoppe
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 def test_more_ranks_hold_no_more(heads, kv_heads, hopper):
     assert _held(65536, heads, kv_heads, 16, 3) == _held(65536, heads, kv_heads, 8, 3)
+
+
+STARTS = (0, 500, 501, 9000, 30000, 30100, 65536)
+
+
+@pytest.mark.parametrize(
+    "layout, sight, named",
+    [
+        (Layout.balanced(STARTS, 4), Sight(right=0), {"mask": CAUSAL, "cu_seqlens": STARTS}),
+        (Layout.zigzag(65536, 4), Sight(4095, 0), {"mask": ops.Mask(causal=True, window=4095)}),
+        (Layout.contiguous(65536, 4), Sight(100, 0), {"mask": ops.Mask(causal=True, window=100)}),
+        (Layout.contiguous(65536, 4), Sight(right=0), {"mask": CAUSAL}),
+        (Layout.contiguous(65536, 4), Sight(), {"mask": ops.Mask()}),
+    ],
+)
+def test_the_model_bounds_other_masks_and_layouts_too(layout, sight, named, hopper):
+    starts = named.get("cu_seqlens", (0, layout.tokens))
+    modelled = cost.ring_parts(cost.Problem(layout, starts, sight, 1, 32, 8, 128), SM90).held
+    for rank in range(layout.size):
+        found = _held(layout.local, 32, 8, layout.size, rank, "tilesmith", layout=layout, **named)
+        assert all(counted <= most for counted, most in zip(found[:2], modelled)), (rank, found, modelled)
 
 
 def test_parts():
