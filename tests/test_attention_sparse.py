@@ -316,6 +316,8 @@ def test_the_indexer_starts_from_an_attention(qk_norm):
 def test_an_indexer_of_other_sizes_does_not_start(sizes):
     with pytest.raises(ValueError, match="2 kv heads of 6 on 24 features.*index_dim=6"):
         BlockIndexer(*sizes).start_from(DynamicSparseAttention(24, 4, num_kv_heads=2))
+    with pytest.raises(TypeError, match="attention must be a tilesmith.nn.Attention.*got Linear"):
+        BlockIndexer(*sizes).start_from(torch.nn.Linear(24, 24))
 
 
 def test_a_sample_of_queries_measures_the_target():

@@ -53,9 +53,15 @@ class BlockIndexer(nn.Module):
         over the heads that share a kv head; the weights of its norms, if it has them.
 
         From random weights the indexer learns for long before it finds single keys: the gradient of a largest score
-        is that of one pair of tokens, and seldom of the one that is sought. Biases are not taken. Raises ValueError
-        unless d_model, the number of kv heads and the head dim, which must be index_dim, are the indexer's.
+        is that of one pair of tokens, and seldom of the one that is sought. Biases are not taken. Raises TypeError for
+        what is no `tilesmith.nn.Attention`, ValueError unless d_model, the number of kv heads and the head dim, which
+        must be index_dim, are the indexer's.
         """
+        if not isinstance(attention, Attention):
+            raise TypeError(
+                f"BlockIndexer.start_from: attention must be a tilesmith.nn.Attention, such as the layer that has this "
+                f"indexer or a FlashAttention3, got {type(attention).__name__}"
+            )
         dim, kv_heads = attention.head_dim, attention.num_kv_heads
         theirs, ours = (kv_heads * dim, attention.hidden_size), tuple(self.k_proj.weight.shape)
         if dim != self.index_dim or theirs != ours:
