@@ -15,27 +15,20 @@ from torch import Tensor
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.attn.triton.block_choice import listed
 from tilesmith.ops.attn.triton.blocks import (
-    _largest,
-    _least,
-    _load_rows,
-    _score_reasons,
-    _score_vjp_reasons,
-    _shared,
-    _tile,
-    _tile_of,
-    _unit,
+    FEW_PARTS,
+    key_range,
+    largest,
+    last_keys,
+    launch_arguments,
+    least_tile,
+    load_rows,
+    score_reasons,
+    score_vjp_reasons,
+    tile_of,
+    tile_products,
+    tile_size,
+    unit_stride,
 )
-
-FEW_PARTS = 64 << 20  # bytes of the parts of dk
-
-
-@triton.jit
-def _last_keys(rows, tokens, keys, CAUSAL: tl.constexpr):
-    """The last key that each query sees, -1 for none."""
-    last = keys - 1
-    if CAUSAL:
-        last = tl.minimum(last, rows + (keys - tokens))
-    return tl.where(rows < tokens, last, -1)
 
 
 @triton.jit
@@ -44,11 +37,8 @@ def _block_maxima(
     QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The largest products of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
-    k = _load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
-    product = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if not WHOLE:
-        product = tl.where((first + tl.arange(0, BLOCK_N))[None, :] <= last[:, None], product, float("-inf"))
-    return _largest(product, QB, LIST_Q, KB, LIST_K)
+    product = tile_products(q, k_ptr, first, last, keys, stride, DIM, BLOCK_D, BLOCK_N, WHOLE)
+    return largest(product, QB, LIST_Q, KB, LIST_K)
 
 
 @triton.jit
@@ -60,19 +50,14 @@ def _block_max_fwd_kernel(
     """The largest scores of one tile of queries; those of blocks that it does not see are there already."""
     QB: tl.constexpr = BLOCK_M // LIST_Q
     KB: tl.constexpr = BLOCK_N // LIST_K
-    head_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
+    head_row, tile = tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
     batch, head = head_row // heads, head_row % heads
     first_row = tile * BLOCK_M
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
-    end, whole = keys, keys // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        end = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
-        seen_by_all = tl.maximum(first_row + keys - tokens + 1, 0)
-        whole = tl.minimum(whole, seen_by_all // BLOCK_N * BLOCK_N)
-    whole = tl.where(first_row + BLOCK_M > tokens, 0, whole)
-    last = _last_keys(first_row + tl.arange(0, BLOCK_M), tokens, keys, CAUSAL)
+    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
+    end, whole = key_range(first_row, tokens, keys, BLOCK_M, BLOCK_N, CAUSAL)
+    last = last_keys(first_row + tl.arange(0, BLOCK_M), tokens, keys, CAUSAL)
     block = tile * QB + tl.arange(0, QB)
     scores_ptr += (head_row * rows + block)[:, None] * columns
     for first in range(0, whole, BLOCK_N):
@@ -99,14 +84,14 @@ def _block_max_places_kernel(
 ):  # fmt: skip
     """Where one block of queries has its largest scores in the listed blocks of keys: query * LIST_K + key within a
     pair of blocks. The forward stores no places, since few of its blocks have a gradient."""
-    head_row, block = _tile_of(tl.program_id(0), rows, CAUSAL)
+    head_row, block = tile_of(tl.program_id(0), rows, CAUSAL)
     batch, head = head_row // heads, head_row % heads
     first_row = block * LIST_Q
     row, key = tl.arange(0, LIST_Q), tl.arange(0, LIST_K)
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
-    last = _last_keys(first_row + row, tokens, keys, CAUSAL)
+    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+    last = last_keys(first_row + row, tokens, keys, CAUSAL)
     list_ptr = offsets_ptr + head_row * (rows + 1) + block
     begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
     places_ptr += (head_row * rows + block) * columns
@@ -114,7 +99,7 @@ def _block_max_places_kernel(
     for entry in range(begin, end):
         here, first = column, column * LIST_K
         column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         unseen = (first_row + LIST_Q > tokens) | (first + LIST_K > keys)
         if CAUSAL:
@@ -141,7 +126,7 @@ def _block_max_gradient_kernel(
     OWN: tl.constexpr = LIST_K if OF_KEYS else LIST_Q
     MEMBERS: tl.constexpr = GROUP if OF_KEYS else 1
     lines = columns if OF_KEYS else rows
-    number, line = _tile_of(tl.program_id(0), lines, False)
+    number, line = tile_of(tl.program_id(0), lines, False)
     out_rows = tl.num_programs(0) // lines // splits
     piece, out_row = number // out_rows, number % out_rows
     own, dims = tl.arange(0, OWN), tl.arange(0, BLOCK_D)
@@ -204,7 +189,7 @@ MAX_SPACE = Space(
 )  # fmt: skip
 
 
-@register_kernel("block_max_scores", backend="triton", rank=20, rejects=_score_reasons)
+@register_kernel("block_max_scores", backend="triton", rank=20, rejects=score_reasons)
 @optimize_kernel(space=MAX_SPACE)
 def block_max_scores(
     q: Tensor,
@@ -217,16 +202,16 @@ def block_max_scores(
     config: MaxConfig,
 ) -> Tensor:
     """One program for each tile of queries."""
-    q, k = _unit(q), _unit(k)
+    q, k = unit_stride(q), unit_stride(k)
     shape = (*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k))
     scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
     if scores.numel() == 0:
         return scores
-    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
+    block_m, block_n = tile_size(block_q, least_tile(q)), tile_size(block_k, least_tile(q))
     options = _launch_options(config) if block_m * block_n > 64 * 64 else {"num_warps": 4}
     launch(
         _block_max_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
-        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **_shared(q, k, scale, causal, block_q, block_k),
+        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **launch_arguments(q, k, scale, causal, block_q, block_k),
         **options, num_stages=2,
     )  # fmt: skip
     return scores
@@ -248,7 +233,7 @@ MAX_VJP_SPACE = Space(
 )  # fmt: skip
 
 
-@register_kernel("block_max_scores_vjp", backend="triton", rank=20, rejects=_score_vjp_reasons)
+@register_kernel("block_max_scores_vjp", backend="triton", rank=20, rejects=score_vjp_reasons)
 @optimize_kernel(space=MAX_VJP_SPACE)
 def block_max_scores_vjp(
     dscores: Tensor,
@@ -265,7 +250,7 @@ def block_max_scores_vjp(
 ) -> tuple[Tensor, Tensor]:
     """One program for each block of queries finds the places; one for each block of queries writes dq, one for each
     part of a block of keys that part of dk."""
-    q, k, dscores = _unit(q), _unit(k), dscores.contiguous()
+    q, k, dscores = unit_stride(q), unit_stride(k), dscores.contiguous()
     dq, dk = (
         torch.empty(x.shape if wanted else 0, dtype=x.dtype, device=x.device) for x, wanted in zip((q, k), output_mask)
     )
@@ -273,7 +258,7 @@ def block_max_scores_vjp(
         return dq.zero_(), dk.zero_()
     offsets, indices, offsets_t, indices_t = listed((dscores != 0.0) & (scores > float("-inf")), dscores.numel())
     places = torch.empty(dscores.shape, dtype=torch.int32, device=q.device)
-    shared = _shared(q, k, scale, causal, block_q, block_k)
+    shared = launch_arguments(q, k, scale, causal, block_q, block_k)
     launch(
         _block_max_places_kernel, (shared["rows"] * q.shape[0] * q.shape[1],),
         places_ptr=places, offsets_ptr=offsets, indices_ptr=indices, **shared,

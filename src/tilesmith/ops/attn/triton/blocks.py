@@ -17,11 +17,11 @@ from tilesmith.ops.attn.triton.block_choice import listed
 
 LOG2_E = 1.4426950408889634
 MOST_PARTS = 256 << 20  # bytes of the parts of dk
-FEW_PARTS = 64 << 20
+FEW_PARTS = 64 << 20  # bytes up to which they are many
 
 
 @triton.jit
-def _load_rows(ptr, first, count, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_rows(ptr, first, count, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none."""
     rows = first + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)
@@ -40,7 +40,7 @@ def _pair_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _largest(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr):
+def largest(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr):
     """The largest element of each block of a tile of QB by KB blocks, [QB, KB]."""
     if KB == 1:
         over = tl.max(x, 1)[:, None]
@@ -76,7 +76,7 @@ def _to_pairs(x, QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_
 
 
 @triton.jit
-def _tile_of(number, tiles, LAST_FIRST: tl.constexpr):
+def tile_of(number, tiles, LAST_FIRST: tl.constexpr):
     """Program -> (head row, tile): the longest tiles of a causal call first."""
     head_row = number // tiles
     tile = number - head_row * tiles
@@ -86,23 +86,48 @@ def _tile_of(number, tiles, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _tile_block_scores(
-    q, k_ptr, first, rows, tokens, keys, stride, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, CAUSAL: tl.constexpr,
+def last_keys(rows, tokens, keys, CAUSAL: tl.constexpr):
+    """The last key that each query sees, -1 for none."""
+    last = keys - 1
+    if CAUSAL:
+        last = tl.minimum(last, rows + (keys - tokens))
+    return tl.where(rows < tokens, last, -1)
+
+
+@triton.jit
+def key_range(first_row, tokens, keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Where the keys that a tile of queries sees end, and up to where all of its pairs count."""
+    end, whole = keys, keys // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
+        seen_by_all = tl.maximum(first_row + keys - tokens + 1, 0)
+        whole = tl.minimum(whole, seen_by_all // BLOCK_N * BLOCK_N)
+    return end, tl.where(first_row + BLOCK_M > tokens, 0, whole)
+
+
+@triton.jit
+def tile_products(
+    q, k_ptr, first, last, keys, stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
-    k = _load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
+    """q k^T of a tile, unscaled, -inf behind the last key that a query sees. WHOLE: every pair counts."""
+    k = load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
     product = tl.dot(q, tl.trans(k), input_precision="ieee")
     if not WHOLE:
-        cols = first + tl.arange(0, BLOCK_N)
-        seen = (rows < tokens)[:, None] & (cols < keys)[None, :]
-        if CAUSAL:
-            seen = seen & (cols[None, :] <= rows[:, None] + (keys - tokens))
-        product = tl.where(seen, product, float("-inf"))
+        product = tl.where((first + tl.arange(0, BLOCK_N))[None, :] <= last[:, None], product, float("-inf"))
+    return product
+
+
+@triton.jit
+def _tile_block_scores(
+    q, k_ptr, first, last, keys, stride, scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    QB: tl.constexpr, LIST_Q: tl.constexpr, KB: tl.constexpr, LIST_K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The scores of a tile's blocks, [QB, KB]. WHOLE: every pair of the tile counts."""
+    product = tile_products(q, k_ptr, first, last, keys, stride, DIM, BLOCK_D, BLOCK_N, WHOLE)
     # a maximum for each row and not for the tile: no warp waits for another one before its exponentials
-    top = _largest(product, QB * LIST_Q, 1, KB, LIST_K)
-    found = _largest(top, QB, LIST_Q, KB, 1)
+    top = largest(product, QB * LIST_Q, 1, KB, LIST_K)
+    found = largest(top, QB, LIST_Q, KB, 1)
     factor = scale * 1.4426950408889634
     base = tl.where(top == float("-inf"), 0.0, top) * factor
     p = tl.exp2(product * factor - _to_pairs(base, QB * LIST_Q, 1, KB, LIST_K))
@@ -122,32 +147,25 @@ def _block_scores_fwd_kernel(
     """The scores of one tile of queries; those of blocks that it does not see are there already."""
     QB: tl.constexpr = BLOCK_M // LIST_Q
     KB: tl.constexpr = BLOCK_N // LIST_K
-    head_row, tile = _tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
+    head_row, tile = tile_of(tl.program_id(0), tl.cdiv(tokens, BLOCK_M), CAUSAL)
     batch, head = head_row // heads, head_row % heads
     first_row = tile * BLOCK_M
-    at = first_row + tl.arange(0, BLOCK_M)
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
-    end, whole = keys, keys // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        end = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
-        seen_by_all = tl.maximum(first_row + keys - tokens + 1, 0)
-        whole = tl.minimum(whole, seen_by_all // BLOCK_N * BLOCK_N)
-    whole = tl.where(first_row + BLOCK_M > tokens, 0, whole)
+    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
+    end, whole = key_range(first_row, tokens, keys, BLOCK_M, BLOCK_N, CAUSAL)
+    last = last_keys(first_row + tl.arange(0, BLOCK_M), tokens, keys, CAUSAL)
     block = tile * QB + tl.arange(0, QB)
     scores_ptr += (head_row * rows + block)[:, None] * columns
     for first in range(0, whole, BLOCK_N):
         found = _tile_block_scores(
-            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
-            CAUSAL, True,
+            q, k_ptr, first, last, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K, True
         )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
         tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
     for first in range(whole, end, BLOCK_N):
         found = _tile_block_scores(
-            q, k_ptr, first, at, tokens, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K,
-            CAUSAL, False,
+            q, k_ptr, first, last, keys, k_strides[2], scale, DIM, BLOCK_D, BLOCK_N, QB, LIST_Q, KB, LIST_K, False
         )  # fmt: skip
         column = first // LIST_K + tl.arange(0, KB)
         tl.store(scores_ptr + column[None, :], found, mask=(block < rows)[:, None] & (column < columns)[None, :])
@@ -161,13 +179,13 @@ def _block_scores_dq_kernel(
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries, from the listed blocks of keys: those whose score has a gradient."""
-    head_row, block = _tile_of(tl.program_id(0), rows, CAUSAL)
+    head_row, block = tile_of(tl.program_id(0), rows, CAUSAL)
     batch, head = head_row // heads, head_row % heads
     first_row = block * LIST_Q
     at = first_row + tl.arange(0, LIST_Q)
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
     list_ptr = offsets_ptr + head_row * (rows + 1) + block
     begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
     place = (head_row * rows + block) * columns
@@ -178,7 +196,7 @@ def _block_scores_dq_kernel(
         base = tl.load(scores_ptr + place + column)
         first = column * LIST_K
         column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
         score = _pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
         ds = tl.exp(score - base) * change
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -196,7 +214,7 @@ def _block_scores_dk_kernel(
 ):  # fmt: skip
     """A part of dk of one block of keys: of the gradients through MEMBERS of the query heads that read it, and through
     one of `splits` equal pieces of the list of blocks of queries that each of them has."""
-    number, column = _tile_of(tl.program_id(0), columns, False)
+    number, column = tile_of(tl.program_id(0), columns, False)
     kv_heads = heads // GROUP
     kv_rows = tl.num_programs(0) // columns // (splits * (GROUP // MEMBERS))
     part, kv_row = number // kv_rows, number % kv_rows
@@ -205,7 +223,7 @@ def _block_scores_dk_kernel(
     first = column * LIST_K
     cols = first + tl.arange(0, LIST_K)
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
-    k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+    k = load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
     dk = tl.zeros((LIST_K, BLOCK_D), tl.float32)
     for step in range(MEMBERS):
         head = kv_head * GROUP + member + step
@@ -223,7 +241,7 @@ def _block_scores_dk_kernel(
             base = tl.load(scores_ptr + place + block * columns)
             first_row = block * LIST_Q
             block = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
-            q = _load_rows(q_head, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
+            q = load_rows(q_head, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
             at = first_row + tl.arange(0, LIST_Q)
             # keys by queries, as the second product takes it
             score = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
@@ -248,7 +266,7 @@ def _block_mass_kernel(
     QB: tl.constexpr = BLOCK_M // LIST_Q
     KB: tl.constexpr = BLOCK_N // LIST_K
     queries = tl.cdiv(tokens, STRIDE)
-    kv_row, tile = _tile_of(tl.program_id(0), tl.cdiv(queries, BLOCK_M), CAUSAL)
+    kv_row, tile = tile_of(tl.program_id(0), tl.cdiv(queries, BLOCK_M), CAUSAL)
     kv_heads = heads // GROUP
     batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
     first_row = tile * BLOCK_M
@@ -264,10 +282,10 @@ def _block_mass_kernel(
         limit = tl.minimum(keys, (first_row + BLOCK_M) * STRIDE + keys - tokens)
     for first in range(0, limit, BLOCK_N):
         cols = first + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
+        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
         total = tl.zeros((QB, KB), tl.float32)
         for member in range(GROUP):
-            q = _load_rows(
+            q = load_rows(
                 q_ptr + member * q_strides[1], first_row, queries, q_strides[2] * STRIDE, DIM, BLOCK_M, BLOCK_D
             )  # fmt: skip
             lse = tl.load(lse_ptr + member * tokens + at, mask=at < tokens, other=0.0).to(tl.float32)
@@ -295,7 +313,7 @@ def _listed_sums_kernel(
     PACKS: tl.constexpr = GROUP // MEMBERS
     # neighbours are the query heads of a kv head, which read the same keys
     pack = tl.program_id(0) % PACKS
-    kv_row, block = _tile_of(tl.program_id(0) // PACKS, rows, CAUSAL)
+    kv_row, block = tile_of(tl.program_id(0) // PACKS, rows, CAUSAL)
     kv_heads = heads // GROUP
     batch, kv_head = kv_row // kv_heads, kv_row % kv_heads
     row = tl.arange(0, ROWS)
@@ -318,7 +336,7 @@ def _listed_sums_kernel(
         first = column * LIST_K
         # one step ahead of the keys, whose address it is
         column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
+        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         p = tl.exp2(score * scale - lse[:, None])
         ahead = first + LIST_K > keys
@@ -356,11 +374,13 @@ def _listed_mass_kernel(
         tl.store(out, tl.sum(sums, 1) / count, mask=entry < end)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _shared(q: Tensor, k: Tensor, scale: float | None, causal: bool, block_q: int, block_k: int) -> dict[str, Any]:
+def launch_arguments(
+    q: Tensor, k: Tensor, scale: float | None, causal: bool, block_q: int, block_k: int
+) -> dict[str, Any]:
     """What every launch on q and k says, by the kernels' parameter names."""
     dim = q.shape[3]
     return {
@@ -372,12 +392,12 @@ def _shared(q: Tensor, k: Tensor, scale: float | None, causal: bool, block_q: in
     }  # fmt: skip
 
 
-def _tile(block: int, least: int) -> int:
+def tile_size(block: int, least: int) -> int:
     """Rows of a tile made of whole blocks."""
     return max(block, least)
 
 
-def _least(q: Tensor) -> int:
+def least_tile(q: Tensor) -> int:
     """Rows that a tile has at least: the device's scores fill registers at 128 x 128, a CPU's interpreter wants few."""
     if q.device.type == "cpu":
         return 16
@@ -396,11 +416,11 @@ def _value_reasons(call, **blocks: int) -> list[str]:
     return reasons
 
 
-def _score_reasons(call) -> list[str]:
+def score_reasons(call) -> list[str]:
     return _value_reasons(call, block_q=(call.block_q, 1), block_k=(call.block_k, 1))
 
 
-def _score_vjp_reasons(call) -> list[str]:
+def score_vjp_reasons(call) -> list[str]:
     return _value_reasons(call, block_q=(call.block_q, 16), block_k=(call.block_k, 16))
 
 
@@ -409,7 +429,7 @@ def _mass_reasons(call) -> list[str]:
     return _value_reasons(call, block_q=(call.block_q, least), block_k=(call.block_k, least))
 
 
-@register_kernel("block_scores", backend="triton", rank=20, rejects=_score_reasons)
+@register_kernel("block_scores", backend="triton", rank=20, rejects=score_reasons)
 @optimize_kernel(num_warps=8)
 def block_scores(
     q: Tensor,
@@ -422,21 +442,21 @@ def block_scores(
     config: Mapping[str, int],
 ) -> Tensor:
     """One program for each tile of queries."""
-    q, k = _unit(q), _unit(k)
+    q, k = unit_stride(q), unit_stride(k)
     shape = (*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k))
     scores = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
     if scores.numel() == 0:
         return scores
-    block_m, block_n = _tile(block_q, _least(q)), _tile(block_k, _least(q))
+    block_m, block_n = tile_size(block_q, least_tile(q)), tile_size(block_k, least_tile(q))
     launch(
         _block_scores_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
-        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **_shared(q, k, scale, causal, block_q, block_k),
+        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **launch_arguments(q, k, scale, causal, block_q, block_k),
         num_stages=2, num_warps=config["num_warps"] if block_m * block_n > 64 * 64 else 4,
     )  # fmt: skip
     return scores
 
 
-@register_kernel("block_scores_vjp", backend="triton", rank=20, rejects=_score_vjp_reasons)
+@register_kernel("block_scores_vjp", backend="triton", rank=20, rejects=score_vjp_reasons)
 @optimize_kernel(num_warps=8)
 def block_scores_vjp(
     dscores: Tensor,
@@ -452,7 +472,7 @@ def block_scores_vjp(
     config: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
     """One program for each block of queries writes dq, one for each part of a block of keys that part of dk."""
-    q, k = _unit(q), _unit(k)
+    q, k = unit_stride(q), unit_stride(k)
     wants_q, wants_k = output_mask
     dq = torch.empty(q.shape if wants_q else (0,), dtype=q.dtype, device=q.device)
     dk = torch.empty(k.shape if wants_k else (0,), dtype=k.dtype, device=q.device)
@@ -460,7 +480,7 @@ def block_scores_vjp(
         return dq.zero_(), dk.zero_()
     offsets, indices, offsets_t, indices_t = listed((dscores != 0.0) & (scores > float("-inf")), dscores.numel())
     shared = {"dscores_ptr": dscores.contiguous(), "scores_ptr": scores.contiguous(), **config}
-    shared |= _shared(q, k, scale, causal, block_q, block_k)
+    shared |= launch_arguments(q, k, scale, causal, block_q, block_k)
     shared["num_stages"] = 2 if q.dtype != torch.float32 and q.shape[3] <= 64 else 1
     if block_q * block_k <= 32 * 32:  # of means of stretches: one warp holds a tile, and programs are many
         shared["num_warps"] = 1
@@ -512,8 +532,8 @@ def block_mass(
 ) -> Tensor:
     """One program for each tile of queries of a kv head; with lists one for each block of queries of some heads of q,
     which together have up to 128 that count."""
-    q, k = _unit(q), _unit(k)
-    shared = _shared(q, k, scale, causal, block_q, block_k)
+    q, k = unit_stride(q), unit_stride(k)
+    shared = launch_arguments(q, k, scale, causal, block_q, block_k)
     shape = (q.shape[0], k.shape[1], shared["rows"], shared["columns"])
     shared |= {"STRIDE": query_stride, "LIST_Q": block_q // query_stride}
     mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
@@ -522,7 +542,7 @@ def block_mass(
     if offsets is not None and indices is not None:
         _listed_mass(mass, lse.contiguous(), offsets.contiguous(), indices.contiguous(), shared)
         return mass
-    block_m, block_n = _tile(shared["LIST_Q"], _least(q)), _tile(block_k, _least(q))
+    block_m, block_n = tile_size(shared["LIST_Q"], least_tile(q)), tile_size(block_k, least_tile(q))
     launch(
         _block_mass_kernel, (cdiv(cdiv(q.shape[2], query_stride), block_m) * k.shape[0] * k.shape[1],),
         lse_ptr=lse.contiguous(), mass_ptr=mass, BLOCK_M=block_m, BLOCK_N=block_n, **shared,
