@@ -59,7 +59,7 @@ def check_modes():
             assert not g[:, :, held:].any()
 
 
-def check_memory_of_all():
+def check_peer_memory():
     """Transfers by copy engines come to the bits of NCCL's, in any size, order and mode."""
     if not torch.cuda.is_available():
         assert ProcessGroupRing().shares_memory is False

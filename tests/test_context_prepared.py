@@ -269,7 +269,7 @@ def test_a_signature_is_the_json_of_its_names():
 @pytest.mark.parametrize("starts", [(0, 96), (0, 3, 3, 40, 71, 96)])
 @pytest.mark.parametrize("mask, degree", [(Sight(right=0), 1), (Sight(6, 0), 1), (Sight(), 2), (Sight(right=0), 2)])
 def test_places_in_shared_memory(starts, mask, degree):
-    """What ranks copy into memory of all and out of it is what parcels bring; also of ranks without a token of it."""
+    """What ranks copy into and out of symmetric memory is what parcels bring; also for ranks without a token."""
     size = 4
     layout = Layout.contiguous(96, size) if mask.left < 10 else Layout.balanced(starts, size, 96)
     plan, ring = schedule(layout, starts, mask, degree, False, 4, 4), LocalRing(size)

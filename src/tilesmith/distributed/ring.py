@@ -121,7 +121,7 @@ class ProcessGroupRing:
         self._shares = flag("ProcessGroupRing", "peer_memory", peer_memory) and "nccl" in dist.get_backend(self.group)
 
     def move(self, moves: Moves, sent: Tokens, into: Tokens, step: str) -> Arrival | None:
-        """Begin to move tokens between ranks through memory of all; None, on all ranks, where they cannot.
+        """Begin to move tokens between ranks through symmetric memory; None, on all ranks, where they cannot.
 
         sent, into: of this rank, tensors [T, B, heads, D].
         """
@@ -134,7 +134,7 @@ class ProcessGroupRing:
             arrival = self._peers.move(moves, mine, theirs)
         except CannotShare as problem:
             self._peers, self._shares = None, False
-            log.info("%s", f"rank {self.rank}: transfers go through NCCL, not through memory of all ranks: {problem}")
+            log.info("%s", f"rank {self.rank}: transfers go through NCCL, not through symmetric memory: {problem}")
             return None
         except RuntimeError as problem:
             raise RingError(f"rank {self.rank}: {step}: {problem}") from problem
