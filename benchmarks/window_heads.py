@@ -22,6 +22,7 @@ from torch import Tensor
 
 import tilesmith
 from tilesmith import ops, use
+from tilesmith.bench.peers import providers
 from tilesmith.engine.timing import measure
 
 
@@ -95,13 +96,12 @@ def reason(call: Call) -> str:
 
 
 def flash_attention_4(call: Call, tensors: dict[str, Tensor]) -> Callable[[], Any] | None:
+    """None where it is not installed."""
+    window = {"causal": True, "window_left": call.window - 1, "window_right": 0}
     try:
-        from flash_attn.cute import flash_attn_func
+        return providers("attention")["flash4"](tensors | window)
     except ImportError:
         return None
-    q, k, v = (tensors[name].transpose(1, 2) for name in ("q", "k", "v"))
-    named = {"causal": True, "window_size": (call.window - 1, 0), "learnable_sink": tensors.get("sinks")}
-    return lambda: flash_attn_func(q, k, v, **named)
 
 
 def row(call: Call, rounds: int) -> dict[str, Any]:
