@@ -212,13 +212,11 @@ def _tile_heads(s: Shape, config: HopperConfig, window: Window, arch: Any) -> tu
     times = tile_heads_times(s.rows, s.group, s.tokens, s.keys, window.left, right, tile, arch.sms)
     heads = tile_heads_of(times)
     rows = 64 * config.consumers
-    held = (
-        f"{rows // heads} queries of each of {heads} heads that share keys"
-        if heads > 1
-        else f"{rows} queries of one head"
-    )
-    told = ", ".join(f"{n}: {time:.0f}" for n, time in times.items())
-    return heads, f"window: a tile holds {held}, since the predicted steps by the heads are {told}"
+    told = "the predicted steps by the heads are " + ", ".join(f"{n}: {time:.0f}" for n, time in times.items())
+    if heads == 1:
+        return 1, f"window: a tile holds {rows} queries of one head, since {told}"
+    held = f"{rows // heads} queries of each of {heads} heads that share keys"
+    return heads, f"window: a tile holds {held}, since {told}: the most heads within 2 % of the fewest"
 
 
 @lru_cache(maxsize=1024)
