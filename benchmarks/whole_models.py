@@ -1,8 +1,9 @@
 """Fusion of blocks and the hardware layer on one GPU: values first, then launches, times, predicted and measured peaks.
 
-    python benchmarks/whole_models.py results.json [--short]
+    python benchmarks/whole_models.py results.json [--short] [--part NAME ...]
 
-Exits with 1, and measures nothing, where a fused block's values are wrong. --short: one block, three models.
+Exits with 1, and measures nothing, where a fused block's values are wrong. --short: one block, three models. Parts that
+are not measured keep their rows in the file.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from host_bound import provenance, say
 from torch import nn
 
 import tilesmith
@@ -27,12 +30,6 @@ from tilesmith.validate.budget import compare
 
 DEVICE = torch.device("cuda")
 STEPS = 20  # of training at the chosen batch, in which memory must not run out
-
-
-def say(text: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def encoder(tokens: int, batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -286,25 +283,28 @@ def batches(short: bool) -> list[dict[str, Any]]:
     return rows
 
 
+PARTS = {"predictions": predictions, "blocks": blocks, "batches": batches}
+
+
 def main() -> int:
     """Write the document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out")
+    parser.add_argument("out", type=Path)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--part", action="append", choices=PARTS, help="all where none is named")
     given = parser.parse_args()
     wrong = values()
     if wrong:
         say("\n".join(wrong))
         return 1
-    document: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv),
-    }  # fmt: skip
-    for name, part in (("predictions", predictions), ("blocks", blocks), ("batches", batches)):
-        document[name] = part(given.short)
-        with open(given.out, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
-    errors = sorted(abs(row["error"]) for row in document["predictions"])
-    say(f"peak: median error {statistics.median(errors):.1%}, largest {errors[-1]:.1%}")
+    document = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
+    document |= provenance()
+    for name in given.part or PARTS:
+        document[name] = PARTS[name](given.short)
+        given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if "predictions" in document:
+        errors = sorted(abs(row["error"]) for row in document["predictions"])
+        say(f"peak: median error {statistics.median(errors):.1%}, largest {errors[-1]:.1%}")
     return 0
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -43,22 +45,25 @@ def _written(name: str) -> list[str]:
     return [b for b in backends_of(ops()[name]) if in_gluon(b) or b.startswith("triton")]
 
 
-def check_part(names: Sequence[str], part: int, parts: int, count: int) -> dict:
-    """How many checks every `parts`-th subject took and what was wrong."""
-    ran, wrong = 0, []
+def check_part(names: Sequence[str], part: int, parts: int, count: int, seconds: float) -> dict:
+    """How many checks every `parts`-th subject took, what was wrong, and how many subjects `seconds` left out."""
+    ran, wrong, left, until = 0, [], 0, time.monotonic() + seconds
     for place, (name, case, dtype) in enumerate(subjects(names, count)):
         if place % parts == part:
+            if time.monotonic() > until:
+                left += 1
+                continue
             for result in check_each(ops()[name], _written(name), case, "cuda", dtype):
                 ran += not result.message.startswith("rejects")
                 if not result.passed:
                     wrong.append(f"{result.op} {result.kernel} {result.case} {result.dtype}: {result.message}")
-    return {"ran": ran, "wrong": wrong}
+    return {"ran": ran, "wrong": wrong, "left": left}
 
 
-def values(names: Sequence[str], workers: int, count: int) -> int:
+def values(names: Sequence[str], workers: int, count: int, seconds: float) -> int:
     """Check all subjects by so many processes; prints one JSON object. 0 when all ran and none was over its budget."""
     command = [sys.executable, "-m", "tilesmith.validate.release", "part", "--workers", str(workers)]
-    command += ["--count", str(count), *names]
+    command += ["--count", str(count), "--seconds", str(seconds), *names]
     environment = {**os.environ, TRUST: "1"}
     started = [
         subprocess.Popen([*command, "--part", str(part)], env=environment, stdout=subprocess.PIPE, text=True)
@@ -68,10 +73,10 @@ def values(names: Sequence[str], workers: int, count: int) -> int:
     ended = [process.returncode for process in started]
     found = [json.loads(text.splitlines()[-1]) for text, code in zip(told, ended) if code == 0]
     wrong = [line for part in found for line in part["wrong"]]
-    ran = sum(part["ran"] for part in found)
-    summary = {"triton": releases.installed(), "torch": torch.__version__, "ran": ran, "exit_codes": ended}
-    sys.stdout.write(json.dumps(summary | {"wrong": wrong}, indent=1) + "\n")
-    return int(bool(wrong) or any(ended) or not ran)
+    ran, left = (sum(part[key] for part in found) for key in ("ran", "left"))
+    summary = {"triton": releases.installed(), "torch": torch.__version__, "ran": ran, "left": left}
+    sys.stdout.write(json.dumps(summary | {"exit_codes": ended, "wrong": wrong}, indent=1) + "\n")
+    return int(bool(wrong) or any(ended) or bool(left) or not ran)
 
 
 def time_rows(names: Sequence[str]) -> dict[str, float]:
@@ -125,15 +130,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=40, help="drawn cases of each op that has some")
     parser.add_argument("--rounds", type=int, default=2, help="of times: processes for each folder")
     parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of values: check nothing more after them")
     chosen = parser.parse_intermixed_args(arguments)  # options may stand between what and names
     if chosen.what == "values":
-        return values(chosen.names, chosen.workers, chosen.count)
+        return values(chosen.names, chosen.workers, chosen.count, chosen.seconds)
     if chosen.what == "times":
         if len(chosen.names) < 3:
             parser.error("times takes two folders and at least one op")
         return times(chosen.names[:2], chosen.names[2:], chosen.rounds)
     done = (
-        check_part(chosen.names, chosen.part, chosen.workers, chosen.count)
+        check_part(chosen.names, chosen.part, chosen.workers, chosen.count, chosen.seconds)
         if chosen.what == "part"
         else time_rows(chosen.names)
     )
