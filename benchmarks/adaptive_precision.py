@@ -1,7 +1,7 @@
 """Adaptive precision: what a small language model loses at equal bytes, adaptive beside uniform widths, and the time
 of a product with one packed weight.
 
-    python benchmarks/adaptive_precision.py results.json [--cpu] [--seeds 3] [--processes 3]
+    python benchmarks/adaptive_precision.py results.json [--cpu] [--seeds 3] [--processes 3] [--only PART]
 
 Trains a byte-level model on the sources of Python's standard library for each seed, then packs it at 2.5, 3, 3.5 and 4
 bits a weight. Uniform widths pass through the same quantiser and the same groups and are stored alike, tables of tiles
@@ -290,19 +290,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0, help="of training; 0: as the size has it")
     parser.add_argument("--mode", choices=[m.value for m in QuantizationMode], default="dynamic")
     parser.add_argument("--strategies", nargs="+", default=["entropy_based", "fisher"])
-    parser.add_argument("--only", choices=("times", "quality"))
+    parser.add_argument("--only", choices=("values", "times", "quality"))
     parser.add_argument("--processes", type=int, default=1, help="seeds at once")
     args = parser.parse_args()
     device = torch.device("cpu" if args.cpu else "cuda")
     size = dict(SMALL if args.cpu else LARGE)
     size["steps"] = args.steps or size["steps"]
     report = {"torch": torch.__version__, "device": "cpu" if args.cpu else torch.cuda.get_device_name(), "size": size}
-    if not args.cpu:
+    if not args.cpu and args.only in (None, "values"):
         report["wrong"] = wrong_values(device)
-        if not report["wrong"] and args.only != "quality":
-            report["times"] = [product_times(n, k, m, device) for m in (1, 16, 64) for n, k in SHAPES]
+    if not args.cpu and not report.get("wrong") and args.only in (None, "times"):
+        report["times"] = [product_times(n, k, m, device) for m in (1, 16, 64) for n, k in SHAPES]
     rows = []
-    if not report.get("wrong") and args.only != "times":
+    if not report.get("wrong") and args.only in (None, "quality"):
         common = (corpus(), size, device, QuantizationMode(args.mode), args.strategies)
         with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
             for run in [pool.submit(quality, seed, *common) for seed in range(args.seeds)]:

@@ -79,12 +79,14 @@ def values(names: Sequence[str], workers: int, count: int, seconds: float) -> in
     return int(bool(wrong) or any(ended) or bool(left) or not ran)
 
 
-def time_rows(names: Sequence[str]) -> dict[str, float]:
-    """Medians in µs of the benchmark rows of ops, forward and backward, on the kernels that serve them."""
+def time_rows(names: Sequence[str], chosen: Sequence[str]) -> dict[str, float]:
+    """Medians in µs of the benchmark rows of ops, forward and backward, on the kernels that serve them; only of the cases
+    `chosen` if there are any."""
     found = {}
     for name in names:
         op = ops()[name]
-        for case in (case for case in cases(name) if "bench" in case.tags and torch.bfloat16 in case.dtypes):
+        rows = [case for case in cases(name) if "bench" in case.tags and torch.bfloat16 in case.dtypes]
+        for case in (case for case in rows if not chosen or case.name in chosen):
             args = op.bind((), case.build(torch.device("cuda"), torch.bfloat16, case.generator("cuda")))
             leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
             with torch.no_grad():
@@ -102,13 +104,14 @@ def time_rows(names: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def times(sites: Sequence[str], names: Sequence[str], rounds: int) -> int:
+def times(sites: Sequence[str], names: Sequence[str], rounds: int, chosen: Sequence[str]) -> int:
     """Time the rows under both Tritons, in turns; prints one JSON object, its ratios sorted."""
     found: list[dict[str, list[float]]] = [{}, {}]
     for turn in range(2 * rounds):
         which = (turn + turn // 2) % 2  # 0 1 1 0 0 1 ...
         path = os.pathsep.join(filter(None, [sites[which], os.environ.get("PYTHONPATH", "")]))
         command = [sys.executable, "-m", "tilesmith.validate.release", "rows", *names]
+        command += [word for case in chosen for word in ("--case", case)]
         environment = {**os.environ, TRUST: "1", "PYTHONPATH": path}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         for row, us in json.loads(done.stdout.splitlines()[-1]).items():
@@ -129,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=8, help="processes at once on one GPU")
     parser.add_argument("--count", type=int, default=40, help="drawn cases of each op that has some")
     parser.add_argument("--rounds", type=int, default=2, help="of times: processes for each folder")
+    parser.add_argument("--case", action="append", default=[], help="of times: only this case's rows. Repeatable")
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf, help="of values: check nothing more after them")
     chosen = parser.parse_intermixed_args(arguments)  # options may stand between what and names
@@ -137,11 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.what == "times":
         if len(chosen.names) < 3:
             parser.error("times takes two folders and at least one op")
-        return times(chosen.names[:2], chosen.names[2:], chosen.rounds)
+        return times(chosen.names[:2], chosen.names[2:], chosen.rounds, chosen.case)
     done = (
         check_part(chosen.names, chosen.part, chosen.workers, chosen.count, chosen.seconds)
         if chosen.what == "part"
-        else time_rows(chosen.names)
+        else time_rows(chosen.names, chosen.case)
     )
     sys.stdout.write(json.dumps(done) + "\n")
     return 0
