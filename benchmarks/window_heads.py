@@ -1,10 +1,12 @@
-"""Attention's forward with a window by how many heads' queries share a tile, on one GPU of compute capability 9.0.
+"""Attention's forward by how many heads' queries share a tile of a window, and by the rows of a tile where tiles are
+few, on one GPU of compute capability 9.0.
 
     PYTHONPATH=src python benchmarks/window_heads.py [results.json] [--only gemma] [--rounds 7] [--dry]
 
-Each shape's candidates, 1, 2, 4 or 8 heads, take turns in one process, beside FlashAttention 4 where it is installed. A
-candidate whose values differ from those of one head by more than the rounding of the dtype is named and not timed. A
-row says what the plan chose and predicted. `--dry` prints the plans alone, without a GPU.
+Each shape's candidates, 1, 2, 4 or 8 heads in the tiles of the configuration and in tiles of 64 rows, take turns in one
+process, beside FlashAttention 4 where it is installed. A candidate whose values differ from those of the first by more
+than the rounding of the dtype is named and not timed. A row says what the plan chose and predicted. `--dry` prints the
+plans alone, without a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Call(NamedTuple):
     heads: int
     kv_heads: int
     dim: int
-    window: int
+    window: int  # 0 for none
     sinks: bool = False
 
 
@@ -51,6 +53,19 @@ CALLS = (
     Call("head dim 64", 2, 4096, 64, 8, 64, 512),
     Call("head dim 64, four consumers", 2, 4096, 64, 8, 64, 1024),
     Call("head dim 64, three consumers", 1, 16384, 64, 8, 64, 1024),
+    Call("few tiles, gemma-4-e4b", 1, 840, 8, 2, 256, 512),
+    Call("few tiles, gemma-4-e4b, long", 1, 2048, 8, 2, 256, 512),
+    Call("few tiles, gemma-3-1b", 1, 700, 4, 1, 256, 512),
+    Call("few tiles, gemma-3-4b", 1, 1500, 8, 4, 256, 1024),
+    Call("few tiles, gemma-3-12b", 1, 1000, 16, 8, 256, 1024),
+    Call("few tiles, gemma-2-2b", 1, 512, 8, 4, 256, 0),
+    Call("few tiles, gemma-4-26b", 1, 777, 16, 8, 256, 0),
+    Call("few tiles, qwen3.5", 1, 1100, 8, 2, 256, 0),
+    Call("few tiles, qwen3.5, two rows", 2, 1024, 16, 2, 256, 0),
+    Call("few tiles, llama-3.2-3b", 1, 300, 24, 8, 128, 0),
+    Call("few tiles, qwen2.5-1.5b", 1, 600, 12, 2, 128, 0),
+    Call("few tiles, qwen3-0.6b", 1, 1024, 16, 8, 128, 0),
+    Call("few tiles, mistral, window", 1, 900, 12, 4, 128, 512),
 )
 
 
@@ -71,13 +86,23 @@ def inputs(call: Call, device: str) -> dict[str, Tensor]:
     return found | ({"sinks": drawn(call.heads)} if call.sinks else {})
 
 
-def candidates(call: Call) -> list[int]:
-    return [heads for heads in (1, 2, 4, 8) if call.heads // call.kv_heads % heads == 0]
+def mask_of(call: Call) -> ops.Mask:
+    return ops.Mask(causal=True, window=(call.window - 1, 0) if call.window else None)
 
 
-def attend(call: Call, tensors: dict[str, Tensor], heads: int) -> Callable[[], Any]:
-    """A call whose tiles hold queries of so many heads; 0: of as many as the plan chooses."""
-    mask, pin = ops.Mask(causal=True, window=(call.window - 1, 0)), f"hopper:heads={heads}" if heads else "hopper"
+def candidates(call: Call) -> dict[str, str]:
+    """Pins by name: the heads of a tile, and 64 rows where it has so few."""
+    shared = [n for n in (1, 2, 4, 8) if call.heads // call.kv_heads % n == 0] if call.window else [1]
+    found = {str(heads): f"hopper:heads={heads}" for heads in shared}
+    if call.name.startswith("few"):
+        found = {name: f"{pin},consumers=2" for name, pin in found.items()}
+        found |= {f"{name} in 64 rows": pin.replace("consumers=2", "consumers=1") for name, pin in found.items()}
+    return found
+
+
+def attend(call: Call, tensors: dict[str, Tensor], pin: str) -> Callable[[], Any]:
+    """A call by the tiles that a pin names."""
+    mask = mask_of(call)
 
     def run() -> Any:
         with use(attention=pin):
@@ -87,17 +112,15 @@ def attend(call: Call, tensors: dict[str, Tensor], heads: int) -> Callable[[], A
 
 
 def reason(call: Call) -> str:
-    """What the plan says of the window."""
-    mask = ops.Mask(causal=True, window=(call.window - 1, 0))
-    told = str(tilesmith.explain("attention", **inputs(call, "meta"), mask=mask, arch="sm90"))
-    return next(
-        (line.strip() for line in told.splitlines() if line.strip().startswith(("window: ", "a window of "))), ""
-    )
+    """What the plan says of its tiles."""
+    told = str(tilesmith.explain("attention", **inputs(call, "meta"), mask=mask_of(call), arch="sm90"))
+    starts = ("window: ", "a window of ", "predicted times", "tiles of ")
+    return "; ".join(line.strip() for line in told.splitlines() if line.strip().startswith(starts))
 
 
 def flash_attention_4(call: Call, tensors: dict[str, Tensor]) -> Callable[[], Any] | None:
     """None where it is not installed."""
-    window = {"causal": True, "window_left": call.window - 1, "window_right": 0}
+    window = {"causal": True, "window_left": call.window - 1, "window_right": 0 if call.window else -1}
     try:
         return providers("attention")["flash4"](tensors | window)
     except ImportError:
@@ -106,16 +129,17 @@ def flash_attention_4(call: Call, tensors: dict[str, Tensor]) -> Callable[[], An
 
 def row(call: Call, rounds: int) -> dict[str, Any]:
     tensors, found, wrong = inputs(call, "cuda"), {}, {}
-    out, lse = attend(call, tensors, 1)()
-    for heads in candidates(call):
-        run = attend(call, tensors, heads)
+    pins = candidates(call)
+    out, lse = attend(call, tensors, next(iter(pins.values())))()
+    for name, pin in pins.items():
+        run = attend(call, tensors, pin)
         other, other_lse = run()
         apart = (other.float() - out.float()).abs().max().item() / out.float().abs().max().item()
         apart_lse = (other_lse - lse).abs().max().item()
         if apart <= 2**-7 and apart_lse <= 1e-3:  # else, or where one is NaN
-            found[str(heads)] = run
+            found[name] = run
         else:
-            wrong[heads] = [apart, apart_lse]
+            wrong[name] = [apart, apart_lse]
     peer = flash_attention_4(call, tensors)
     times = measure(found | ({"FlashAttention 4": peer} if peer else {}), "cuda", rounds=rounds, budget_ms=4.0)
     return {

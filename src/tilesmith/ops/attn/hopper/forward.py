@@ -1,6 +1,6 @@
 """Device kernel of attention's forward on Hopper, in Gluon.
 
-A CTA is one producer, which loads tiles by the TMA, and two to four consumers (warpgroups of
+A CTA is one producer, which loads tiles by the TMA, and one to four consumers (warpgroups of
 128 threads) with 64 queries each, which meet the keys from the last visible block to the first. The product with the
 values of one block runs while the scores of the next are made. Programs stay: each works on many tiles of queries.
 Scores live in units of log 2.
@@ -404,7 +404,7 @@ def attention_fwd_kernel(
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
     WINDOWLESS: gl.constexpr = not (LEFT or PACKED or LIST_K > 0)
-    gl.static_assert(not HALF or (WINDOWLESS and RIGHT and BN == 128 and CONSUMERS < 4))
+    gl.static_assert(not HALF or (WINDOWLESS and RIGHT and BN == 128 and 1 < CONSUMERS < 4))
     gl.static_assert(not STREAM_K or (WINDOWLESS and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
@@ -444,7 +444,17 @@ def attention_fwd_kernel(
     descs = (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc)
     out_descs, outs = (out_desc, out_rest_desc), (out, out_rest)
     to = (out_ptr, out_strides)
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_produce, (parts, descs, counter, table, lists, indices)),
+                (_consume, (0, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
+            ],
+            [4],
+            [240],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_produce, (parts, descs, counter, table, lists, indices)),

@@ -56,7 +56,7 @@ def dims(call) -> dict[str, int]:
     }  # fmt: skip
 
 
-SPACE = Space(default=tables.hopper_forward, dims=dims, choices={"consumers": (2, 3, 4), "stages": (2, 3)})
+SPACE = Space(default=tables.hopper_forward, dims=dims, choices={"consumers": (1, 2, 3, 4), "stages": (2, 3)})
 
 
 @attention_arguments

@@ -30,6 +30,7 @@ from tilesmith.ops.attn.schedule import (
     tile_heads_of,
     tile_heads_times,
     tiles_time,
+    window_steps,
 )
 
 CHUNK = 16  # tiles that a CTA of the kernels that make tables finds places for at once
@@ -155,12 +156,18 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
 
 def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
     """The tiles among which a model chooses where a configuration leaves them open."""
-    return FORWARD_TILES[min(max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim))), 96)]
+    made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
+    return FORWARD_TILES[min(made, 96) if made <= 128 else 256]
 
 
 def _predicted(s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, arch: Any) -> float:
     """What a call takes in these tiles, in µs."""
     right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
+    if window.hides_left:
+        heads, _ = _tile_heads(s, config, window, arch)
+        tiling = 64 * config.consumers // heads, config.block_n, window.left, right, config.consumers, config.stages
+        steps = window_steps(s.tokens, s.keys, *tiling)
+        return tiles_time(steps, s.rows // heads, arch.sms, time.start, tile, time.step)
     steps = seen_steps(s.tokens, s.keys, 64 * config.consumers, config.block_n, None, right)
     tiles = len(steps) * s.rows
     division = _division(s, config, tiles, window, wide, arch)
@@ -319,7 +326,9 @@ def _tiles(call: _Call) -> Step:
     ctas = min(call.arch.sms, call.division.undivided)
     dynamic = ctas < call.division.undivided
     step = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
-    aligned = s.tokens % step == (s.keys - s.tokens) % step == 0 and config.consumers < 4 and config.block_n == 128
+    aligned = (
+        s.tokens % step == (s.keys - s.tokens) % step == 0 and config.consumers in (2, 3) and config.block_n == 128
+    )
     constants = {
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
         "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists),

@@ -102,6 +102,7 @@ HOPPER_FORWARD = (
         "192 and 128 columns, 16 heads causal, 2k / 4k / 8k / 16k: 493 / 646 / 746 / 768 (cuDNN 324 / 465 / 572 / 626)",
     ),
     Row({"wide": (257, None)}, HopperConfig(2, 64, 5)),
+    Row({"wide": (129, None), "dropout": False, "packed": False}, HopperConfig(0, 0, 0), "by `FORWARD_TILES`"),
     Row({"wide": (129, None)}, HopperConfig(2, 64, 2)),
     Row(
         {"dropout": True}, HopperConfig(2, 128, 2, v_stages=3),
@@ -158,6 +159,10 @@ FORWARD_TILES = {
         HopperConfig(3, 64, 6): TileTime(7.4, 2.3, 1.04),
         HopperConfig(2, 64, 5, 2): TileTime(9.5, 0.9, 0.85),
     },
+    256: {
+        HopperConfig(2, 64, 2): TileTime(9.0, 1.5, 1.45),
+        HopperConfig(1, 64, 3): TileTime(8.5, 1.2, 0.95),
+    },
 }
 """Tiles without a window, documents or dropout by the columns of their products, those that are best in large calls
 first.
@@ -175,7 +180,7 @@ def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConf
         "dim": dims["dim"], "value_dim": dims["value_dim"], "wide": max(dims["dim"], dims["value_dim"]),
         "dropout": dims["drawn"] > 1, "keys": dims["keys"],
         "local": dims["seen"] <= 512 < dims["keys"], "causal": dims["causal"] > 1,
-        "whole": dims["packed"] == 1 and dims["seen"] == dims["keys"],
+        "whole": dims["packed"] == 1 and dims["seen"] == dims["keys"], "packed": dims["packed"] > 1,
     }  # fmt: skip
     return row_for(HOPPER_FORWARD, facts).config
 
