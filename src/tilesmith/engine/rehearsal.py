@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import launcher, torch_private
-from tilesmith.hardware.detect import Arch, assuming
+from tilesmith.hardware.detect import Arch, arch_of, assuming
 
 _UNSAID = ("num_warps", "enable_fp_fusion")
 
@@ -31,8 +31,7 @@ class Launch(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Any, grid: tuple[int, ...], named: Mapping[str, Any], cluster: int) -> Launch:
-        run_time = {p.name for p in kernel.params if not p.is_constexpr}
-        constants = {n: value for n, value in named.items() if n not in run_time}
+        constants = {n: value for n, value in named.items() if n.isupper() or n not in kernel.arg_names}
         return cls(kernel.__name__, tuple(grid), constants | ({"cluster": cluster} if cluster > 1 else {}))
 
     def __str__(self) -> str:
@@ -96,7 +95,8 @@ def rehearsed(fn: Callable[..., Any], tells: Callable[..., Sequence[str]]) -> Ca
     """The `plans` of a registered kernel whose device kernels all go through `engine.launch`. tells: the kernel's own,
     asked for the reasons."""
 
-    def plan(run: Callable[..., Any], args: tuple, arch: Arch, **said: Any) -> Rehearsal:
+    def plan(run: Callable[..., Any], args: tuple, arch: Arch | None, **said: Any) -> Rehearsal:
+        arch = arch or arch_of(next(a.device for a in args if isinstance(a, Tensor)))
         wanted = inspect.signature(tells).parameters
         given = {name: value for name, value in {**said, "arch": arch}.items() if name in wanted}
         reasons = partial(tells, *args, **given)
@@ -108,5 +108,5 @@ def rehearsed(fn: Callable[..., Any], tells: Callable[..., Sequence[str]]) -> Ca
 
     configure = getattr(fn, "configure", None)
     if configure is None:
-        return lambda *args, arch: plan(fn, args, arch)
-    return lambda *args, arch, config: plan(partial(configure.fn, config=config), args, arch, config=config)
+        return lambda *args, arch=None: plan(fn, args, arch)
+    return lambda *args, config, arch=None: plan(partial(configure.fn, config=config), args, arch, config=config)
