@@ -21,7 +21,7 @@ from tilesmith.validate.cases import outputs_and_gradients
 from tilesmith.validate.offline import _Tap
 from tilesmith.validate.trial import _size
 
-PLANNED = {f"tilesmith.ops.{name}" for name in ("norm",)}
+PLANNED = {f"tilesmith.ops.{name}" for name in ("norm", "rotary", "loss", "moe")}
 FAMILIES = {f"tilesmith.ops.{name}" for name in ("norm", "elementwise", "rotary", "gemm", "loss", "quant", "moe")}
 HELPERS = {"_column_sums_kernel", "_sum_kernel", "scale_kernel", "_activation_kernel", "_activation_bwd_kernel"}
 """Sums of partial rows, scaling and activations: passes that follow or precede the kernel that was chosen."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, row_values
 from tilesmith.device.triton.column_sums import chained
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss.arguments import cross_entropy_arguments, cross_entropy_vjp_arguments
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.token_sums import reduce_tokens
@@ -250,6 +250,7 @@ CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWE
     rank=20,
     rejects=_reasons,
     tells=lambda logits, *_, config: forward_tells(logits.shape[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(space=CROSS_ENTROPY_SPACE)
 @cross_entropy_arguments
@@ -274,6 +275,7 @@ def cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     rank=20,
     rejects=_reasons,
     tells=lambda dloss, logits, *_, config: backward_tells(logits.shape[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(space=CROSS_ENTROPY_VJP_SPACE)
 @cross_entropy_vjp_arguments

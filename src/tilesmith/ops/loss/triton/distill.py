@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import row_values, rows
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss import distill_chunks as chunks
 from tilesmith.ops.loss.chunks import source_tells
 from tilesmith.ops.loss.distill_arguments import (
@@ -275,6 +275,7 @@ LINEAR_VJP_SPACE = Space(dims=_dims_linear_vjp, default=_default_linear, choices
     tells=lambda x, target, reduction, log_target, eps: _formula_tells(
         "distance_fwd_kernel", _kl_kind(log_target, x, target)
     ),
+    plans=rehearsed,
 )
 @optimize_kernel(space=SPACE)
 @kl_div_arguments
@@ -293,6 +294,7 @@ def kl_div(call, *, config: DistanceConfig) -> Tensor:
     tells=lambda dloss, x, target, reduction, log_target, *_: _formula_tells(
         "distance_bwd_kernel", _kl_kind(log_target, x, target)
     ),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @kl_div_vjp_arguments
@@ -310,6 +312,7 @@ def kl_div_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     rank=20,
     rejects=_reasons,
     tells=lambda x, target, labels, beta, *_: _formula_tells("distance_fwd_kernel", _jsd_kind(beta, x, target)),
+    plans=rehearsed,
 )
 @optimize_kernel(space=JSD_SPACE)
 @jsd_arguments
@@ -329,6 +332,7 @@ def jsd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     tells=lambda dloss, x, target, labels, count, beta, *_: _formula_tells(
         "distance_bwd_kernel", _jsd_kind(beta, x, target)
     ),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @jsd_vjp_arguments
@@ -341,7 +345,7 @@ def jsd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     return _backward(*given, kind, call.beta, 0.0, call.ignore_index, divisor, call.output_mask, config)
 
 
-@register_kernel("tvd", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("tvd", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=SPACE)
 @tvd_arguments
 def tvd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,7 +359,9 @@ def tvd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:
     return *_mean(out, x, labels, call.reduction, call.ignore_index), signs
 
 
-@register_kernel("tvd_vjp", backend="triton", rank=20, rejects=_reasons, tells=tvd_vjp_arguments(_tvd_tells))
+@register_kernel(
+    "tvd_vjp", backend="triton", rank=20, rejects=_reasons, tells=tvd_vjp_arguments(_tvd_tells), plans=rehearsed
+)
 @optimize_kernel(space=SIGNED_SPACE)
 @tvd_vjp_arguments
 def tvd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
@@ -369,7 +375,7 @@ def tvd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     return _backward(*given, "total", 0.0, 0.0, call.ignore_index, divisor, call.output_mask, config)
 
 
-@register_kernel("linear_distillation", backend="triton", rank=20, rejects=_linear_reasons)
+@register_kernel("linear_distillation", backend="triton", rank=20, rejects=_linear_reasons, plans=rehearsed)
 @optimize_kernel(space=LINEAR_SPACE)
 @linear_distillation_arguments
 def linear_distillation(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -383,6 +389,7 @@ def linear_distillation(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor
     rank=20,
     rejects=_linear_reasons,
     tells=linear_distillation_vjp_arguments(source_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=LINEAR_VJP_SPACE)
 @linear_distillation_vjp_arguments

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss import token_stats_chunks
 from tilesmith.ops.loss.arguments import (
     linear_token_stats_arguments,
@@ -177,7 +177,12 @@ LOGITS_VJP_SPACE = Space(dims=_dims_of_logits_vjp, default=_default, choices=_CH
 
 
 @register_kernel(
-    "token_stats", backend="triton", rank=20, rejects=_reasons, tells=token_stats_arguments(_forward_tells)
+    "token_stats",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=token_stats_arguments(_forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=LOGITS_SPACE)
 @token_stats_arguments
@@ -187,7 +192,12 @@ def token_stats(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Tensor, T
 
 
 @register_kernel(
-    "token_stats_vjp", backend="triton", rank=20, rejects=_reasons, tells=token_stats_vjp_arguments(_backward_tells)
+    "token_stats_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=token_stats_vjp_arguments(_backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=LOGITS_VJP_SPACE)
 @token_stats_vjp_arguments
@@ -202,6 +212,7 @@ def token_stats_vjp(call, *, config: StatsConfig) -> Tensor:
     rank=20,
     rejects=_reasons,
     tells=linear_token_stats_arguments(_forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=SPACE)
 @linear_token_stats_arguments
@@ -216,6 +227,7 @@ def linear_token_stats(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Te
     rank=20,
     rejects=_reasons,
     tells=linear_token_stats_vjp_arguments(_backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @linear_token_stats_vjp_arguments
