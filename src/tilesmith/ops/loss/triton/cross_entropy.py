@@ -96,17 +96,17 @@ def in_registers(cols: int, config: LossConfig) -> bool:
 
 
 def forward_tells(cols: int, config: LossConfig) -> list[str]:
-    """Which forward serves rows of `cols` classes."""
+    """How a forward reads rows of `cols` classes."""
     if in_registers(cols, config):
-        return [f"cross_entropy_row_kernel: {config.rows} x {cols} logits are held in registers"]
-    return [f"cross_entropy_online_kernel: an online softmax over rows of {cols} logits, in blocks of {config.block}"]
+        return [f"{config.rows} x {cols} logits are held in registers"]
+    return [f"an online softmax over rows of {cols} logits, in blocks of {config.block}"]
 
 
 def backward_tells(cols: int, config: LossConfig) -> list[str]:
-    """Which backward serves rows of `cols` classes."""
+    """How a backward reads rows of `cols` classes."""
     if in_registers(cols, config):
-        return [f"cross_entropy_row_vjp_kernel: {config.rows} x {cols} logits are held in registers"]
-    return [f"cross_entropy_online_vjp_kernel: a CTA has one block of {config.block} of a row's {cols} logits"]
+        return [f"{config.rows} x {cols} logits are held in registers"]
+    return [f"a CTA has one block of {config.block} of a row's {cols} logits"]
 
 
 def _weight_sum(weight: Tensor | None, terms: Terms) -> Tensor | None:

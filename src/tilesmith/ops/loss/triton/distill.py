@@ -135,18 +135,18 @@ def _coarse(*inputs: Tensor) -> str:
     return "_coarse" if inputs and all(t.element_size() == 2 for t in inputs) else ""
 
 
-def _formula_tells(kernel: str, kind: str) -> list[str]:
+def _formula_tells(kind: str) -> list[str]:
     """Which formula of a distance serves inputs of these dtypes."""
     if kind.endswith("_coarse"):
-        return [f"{kernel}: the inputs have 16 bits, so minimax polynomials replace exp and log ({kind})"]
-    return [f"{kernel}: exp and log of fp32 precision ({kind})"]
+        return [f"the inputs have 16 bits, so minimax polynomials replace exp and log ({kind})"]
+    return [f"exp and log of fp32 precision ({kind})"]
 
 
 def _tvd_tells(call, *, config: DistanceConfig) -> list[str]:
     """Where the gradient of a total variation distance comes from."""
     if call.signs.numel():
-        return ["total_variation_bwd_kernel: from the signs of the differences, which the forward kept"]
-    return ["distance_bwd_kernel: from the inputs, as the forward kept no signs"]
+        return ["from the signs of the differences, which the forward kept"]
+    return ["from the inputs, as the forward kept no signs"]
 
 
 def _mean(total: Tensor, x: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -272,9 +272,7 @@ LINEAR_VJP_SPACE = Space(dims=_dims_linear_vjp, default=_default_linear, choices
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda x, target, reduction, log_target, eps: _formula_tells(
-        "distance_fwd_kernel", _kl_kind(log_target, x, target)
-    ),
+    tells=lambda x, target, reduction, log_target, eps: _formula_tells(_kl_kind(log_target, x, target)),
     plans=rehearsed,
 )
 @optimize_kernel(space=SPACE)
@@ -291,9 +289,7 @@ def kl_div(call, *, config: DistanceConfig) -> Tensor:
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda dloss, x, target, reduction, log_target, *_: _formula_tells(
-        "distance_bwd_kernel", _kl_kind(log_target, x, target)
-    ),
+    tells=lambda dloss, x, target, reduction, log_target, *_: _formula_tells(_kl_kind(log_target, x, target)),
     plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
@@ -311,7 +307,7 @@ def kl_div_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda x, target, labels, beta, *_: _formula_tells("distance_fwd_kernel", _jsd_kind(beta, x, target)),
+    tells=lambda x, target, labels, beta, *_: _formula_tells(_jsd_kind(beta, x, target)),
     plans=rehearsed,
 )
 @optimize_kernel(space=JSD_SPACE)
@@ -329,9 +325,7 @@ def jsd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda dloss, x, target, labels, count, beta, *_: _formula_tells(
-        "distance_bwd_kernel", _jsd_kind(beta, x, target)
-    ),
+    tells=lambda dloss, x, target, labels, count, beta, *_: _formula_tells(_jsd_kind(beta, x, target)),
     plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)

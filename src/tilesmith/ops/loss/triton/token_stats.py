@@ -145,18 +145,14 @@ def _dims_of_logits_vjp(dlog_probs: object, dentropy: object, dlse: object, logi
 
 
 def _forward_tells(call, *, config: StatsConfig) -> list[str]:
-    return [_swept("token_stats_kernel", _classes(call), config)]
+    return [f"an online softmax over rows of {_classes(call)} logits, in blocks of {config.block}"]
 
 
 def _backward_tells(call, *, config: StatsConfig) -> list[str]:
     classes = _classes(call)
     if call.dentropy is None and call.dlse is None and hasattr(call, "x"):
         return ["only log_probs has a gradient: that of their cross-entropies", *backward_tells(classes, _loss(config))]
-    return [f"token_stats_vjp_kernel: a CTA has one block of {config.block} of a row's {classes} logits"]
-
-
-def _swept(kernel: str, classes: int, config: StatsConfig) -> str:
-    return f"{kernel}: an online softmax over rows of {classes} logits, in blocks of {config.block}"
+    return [f"a CTA has one block of {config.block} of a row's {classes} logits"]
 
 
 def _classes(call) -> int:

@@ -110,7 +110,8 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
 
 @register_kernel(
     "experts_vjp", backend="triton", rank=20, rejects=steps.reasons,
-    tells=lambda dy, *args, config: _tells(*args, config=config), plans=rehearsed)  # fmt: skip
+    tells=lambda dy, *args, config: _tells(*args, config=config), plans=rehearsed,
+)  # fmt: skip
 @optimize_kernel(space=BACKWARD_SPACE)
 @experts_vjp_arguments
 def experts_vjp(

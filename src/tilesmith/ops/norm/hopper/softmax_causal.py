@@ -240,6 +240,11 @@ def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> Caus
     return CausalConfig(1 if dims["cols"] <= 4096 else 4, 0)
 
 
+def _tells(*args: Any) -> list[str]:
+    """How rows are read."""
+    return ["a CTA has one row in shared memory, and loads of it what lies before the diagonal"]
+
+
 CHOICES = {"num_warps": (1, 2, 4, 8), "max_registers": (0, 32, 40, 48)}
 
 
@@ -273,7 +278,7 @@ def _forward(
         )  # fmt: skip
 
 
-@register_kernel("softmax", backend="hopper_causal", rank=26, rejects=_reasons, plans=rehearsed)
+@register_kernel("softmax", backend="hopper_causal", rank=26, rejects=_reasons, tells=_tells, plans=rehearsed)
 @optimize_kernel(space=Space(dims=lambda x, scale, causal: row_dims(x), default=_default, choices=CHOICES))
 def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: CausalConfig) -> Tensor:
     """y of `softmax`."""
@@ -283,7 +288,7 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Caus
     return y
 
 
-@register_kernel("softmax_dropout", backend="hopper_causal", rank=26, rejects=_reasons, plans=rehearsed)
+@register_kernel("softmax_dropout", backend="hopper_causal", rank=26, rejects=_reasons, tells=_tells, plans=rehearsed)
 @optimize_kernel(
     space=Space(dims=lambda x, seed, p, scale, causal: row_dims(x), default=_dropout_default, choices=CHOICES)
 )
@@ -303,7 +308,9 @@ def softmax_dropout(
     return out, top, total
 
 
-@register_kernel("softmax_dropout_vjp", backend="hopper_causal", rank=26, rejects=_vjp_reasons, plans=rehearsed)
+@register_kernel(
+    "softmax_dropout_vjp", backend="hopper_causal", rank=26, rejects=_vjp_reasons, tells=_tells, plans=rehearsed
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dout, x, seed, top, total, p, scale, causal: row_dims(x, dout),

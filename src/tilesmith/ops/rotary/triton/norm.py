@@ -101,19 +101,17 @@ def _launch_tells(q_weight: Tensor | None, k: Tensor | None, k_weight: Tensor | 
 
 
 def _forward_tells(call, *, config: NormRopeConfig) -> list[str]:
-    together = _launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")
-    return [f"rms_norm_rope_fwd_kernel: {together}"]
+    return [_launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")]
 
 
 def _backward_tells(call, *, config: NormRopeConfig) -> list[str]:
     sides = _sides(call)
     if None in sides:
         found = [name for name, side in zip("qk", sides) if side is not None]
-        return [f"rms_norm_rope_bwd_kernel: one launch, for {found[0]}"] if found else ["no kernel: nothing is wanted"]
+        return [f"one launch, for {found[0]}"] if found else ["no kernel: nothing is wanted"]
     if not _alike(sides):
-        return ["rms_norm_rope_bwd_kernel: one launch for q and one for k: different gradients of them are wanted"]
-    together = _launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")
-    return [f"rms_norm_rope_bwd_kernel: {together}"]
+        return ["one launch for q and one for k: different gradients of them are wanted"]
+    return [_launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")]
 
 
 def _sides(call) -> list[tuple[bool, bool] | None]:
