@@ -209,7 +209,7 @@ def test_a_launcher_that_cannot_be_rehearsed_is_tried_as_a_whole(doubled, monkey
     ran = _outcomes(monkeypatch, (trial.PASSED, "right"))
 
     def reads(x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if x.sum().item() else 2)
+        return x * 2 if x.sum().item() > 1 else x + x
 
     register_kernel("doubled", backend="made_up", rank=50, plans=rehearsed)(reads)
     doubled(torch.ones(3))
@@ -477,9 +477,8 @@ def test_norms_are_tried_by_the_kernels_that_a_call_launches(hopper, monkeypatch
 def test_a_kernel_of_softmax_that_fails_is_refused_alone(hopper, monkeypatch):
     ran = _outcomes(monkeypatch, (trial.FAILED, "case parts: y is off by 3"), (trial.PASSED, "case parts: right"))
     op, seed = declared()["softmax_dropout"], torch.zeros(2, dtype=torch.int64)
-    rows = {dtype: torch.empty(4, 8192, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
-    for x in rows.values():
-        op.run(op.bind((x, seed, 0.1), {}))
+    for scale in (-1.0, 1.0):
+        op.run(op.bind((torch.empty(4, 32_768, dtype=torch.bfloat16), seed, 0.1, scale), {}))
     assert [row[3] for row in ran] == ["softmax_dropout_fwd_parts_kernel", "softmax_dropout_fwd_whole_parts_kernel"]
     assert hopper == ["_softmax_fwd_wide_kernel", "softmax_dropout_fwd_whole_parts_kernel"]
 
@@ -489,7 +488,7 @@ def test_losses_are_tried_with_and_without_a_pass_over_logits(hopper, monkeypatc
     target = torch.zeros(8, dtype=torch.int64)
     for features in (64, 4096):
         x, weight = (torch.empty(n, features, dtype=torch.bfloat16, requires_grad=True) for n in (8, 8192))
-        declared()["linear_cross_entropy"](x, weight, target)
+        declared()["linear_cross_entropy"](x, weight, target, mode="chunks")
     assert "exp2_matmul_kernel" in ran[0][3] and "loss_grad_parts_kernel" in ran[1][3]
     assert hopper.count("loss_grad_parts_kernel") == 1 and "exp2_matmul_kernel" not in hopper
 
