@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from contextlib import ExitStack
 
 import pytest
@@ -12,15 +11,17 @@ import torch
 
 import tilesmith
 from tilesmith.engine import cases, ops
-from tilesmith.engine import launch as engine_launch
 from tilesmith.engine.kernel import silent
+from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
 from tilesmith.engine.registry import family_of
 from tilesmith.engine.replay import Ready
-from tilesmith.hardware.detect import arch_named
+from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.ops.gemm import products
 from tilesmith.validate.cases import outputs_and_gradients
 from tilesmith.validate.offline import _Tap
+from tilesmith.validate.trial import _size
 
+PLANNED = {f"tilesmith.ops.{name}" for name in ("norm", "rotary", "loss", "moe")}
 FAMILIES = {f"tilesmith.ops.{name}" for name in ("norm", "elementwise", "rotary", "gemm", "loss", "quant", "moe")}
 HELPERS = {"_column_sums_kernel", "_sum_kernel", "scale_kernel", "_activation_kernel", "_activation_bwd_kernel"}
 """Sums of partial rows, scaling and activations: passes that follow or precede the kernel that was chosen."""
@@ -33,61 +34,80 @@ SERVED = [
 ]
 
 
+def _has_plans(name: str, backend: str) -> bool:
+    return family_of(ops()[name].reference.__module__) in PLANNED
+
+
 @pytest.fixture
-def launched(monkeypatch):
-    """The names of the device kernels that launchers launch, which are recorded and not run."""
+def launched():
+    """The names of the device kernels that launchers launch, in order, which are recorded and not run."""
     pytest.importorskip("triton")
     names: list[str] = []
-
-    def record(kernel, grid, *args, **options):
-        names.append(getattr(kernel, "fn", kernel).__name__)
-
-    for op in ops().values():
-        for backend in op.backends():
-            op.kernel(backend)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tilesmith.") and getattr(module, "launch", None) is engine_launch:
-            monkeypatch.setattr(module, "launch", record)
-    return names
+    with in_place_of_launches(lambda kernel, *given: names.append(kernel.__name__), ANY_THREAD):
+        yield names
 
 
 def _compared(tap: _Tap, launched: list[str], found: list):
-    """The tap's launcher, which also notes what the kernel tells of each call and what it then launches."""
-    run, tells = tap.fn, tap.kernel.tells
+    """The tap's launcher, which also notes what the kernel tells of each call, the names in its plan, and what it then
+    launches."""
+    run, kernel = tap.fn, tap.kernel
 
     def fn(*args):
         launched.clear()
         config = {"config": run.configure(args, search=False)} if hasattr(run, "configure") else {}
-        wanted = "config" in inspect.signature(tells).parameters
-        told = list(tells(*args, **(config if wanted else {}))) if tells is not silent else []
+        wanted = "config" in inspect.signature(kernel.tells).parameters
+        told = list(kernel.tells(*args, **(config if wanted else {}))) if kernel.tells is not silent else []
+        plan = None if kernel.plans is None else kernel.plans(*args, **config, arch=tap.arch)
+        assert not launched, "a plan launches nothing"
         out = run(*args)
-        found.append((tap.op.name, told, set(launched) - HELPERS))
+        found.append((tap.op.name, told, plan, list(launched)))
         return out
 
     return fn
 
 
-@pytest.mark.parametrize(("name", "backend"), SERVED, ids=lambda value: value)
-def test_the_kernels_that_are_told_are_launched(launched, name, backend):
+def _calls(name: str, backend: str, chosen: list, launched: list[str]) -> list[tuple]:
+    """What `_compared` finds of the cases in `chosen`, forward and backward."""
     op = ops()[name]
     served = [x for x in (op, op.vjp) if x is not None and backend in x.backends()]
-    found: list[tuple[str, list[str], set[str]]] = []
-    for case in [c for c in cases(name) if {"interpret", "compile"} & c.tags and torch.bfloat16 in c.dtypes][:6]:
-        args = op.bind((), case.build(torch.device("cpu"), torch.bfloat16, case.generator()))
+    found: list[tuple] = []
+    for case, dtype in chosen:
+        args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
         taps = [_Tap(x, backend, arch_named("sm90")) for x in served]
         if taps[0].refused(args):
             continue
         with ExitStack() as stack:
+            stack.enter_context(assuming(arch_named("sm90")))
             for tap in taps:
                 fn = _compared(tap, launched, found)
                 tap.open()
                 tap.op._ready = lambda given, pin, tap=tap, fn=fn: Ready(tap.op.reference if tap.refused(given) else fn)
                 stack.callback(tap.close)
             outputs_and_gradients(op, args)
-    for who, told, kernels in found:
+    return found
+
+
+@pytest.mark.parametrize(("name", "backend"), SERVED, ids=lambda value: value)
+def test_the_kernels_that_are_told_are_launched(launched, name, backend):
+    chosen = [c for c in cases(name) if {"interpret", "compile"} & c.tags and torch.bfloat16 in c.dtypes][:6]
+    for who, told, plan, names in _calls(name, backend, [(c, torch.bfloat16) for c in chosen], launched):
+        if plan is not None:
+            continue
         named = {x[1] for x in (re.match(r"(\w+_kernel): ", sentence) for sentence in told) if x}
+        kernels = set(names) - HELPERS
         if named and kernels:
             assert named == kernels, f"{who}: told {told}, launched {sorted(kernels)}"
+
+
+@pytest.mark.parametrize(("name", "backend"), [row for row in SERVED if _has_plans(*row)], ids=lambda value: value)
+def test_plans_name_the_kernels_that_are_launched(launched, name, backend):
+    """By each case that is small enough to be built here; a large one differs in its tensors' sizes."""
+    chosen = [(c, dtype) for c in cases(name) if _size(c) <= 2**21 for dtype in c.dtypes]
+    found = _calls(name, backend, chosen, launched)
+    assert found, f"no small case of {name} is one that {backend} takes"
+    for who, told, plan, names in found:
+        assert not plan.problem and [step.kernel for step in plan.steps] == names, (who, plan, names)
+        assert all(any(f"{kernel} on " in line for line in told) for kernel in names), (who, told, names)
 
 
 def _row(op: str, *args, config) -> str:

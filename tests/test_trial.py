@@ -11,12 +11,13 @@ import torch
 
 from tilesmith import explain, use
 from tilesmith.cli.doctor import examine
-from tilesmith.engine import Op, backends, register_kernel, releases, trial
+from tilesmith.engine import Op, backends, cases, register_kernel, rehearsed, releases, trial
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import declare_backend, in_gluon
 from tilesmith.engine.case import Case, T
 from tilesmith.engine.choice import launches
 from tilesmith.engine.kernel import Kernel, lines_of
+from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
 from tilesmith.engine.registry import DECLARED
 from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named, assuming
@@ -204,6 +205,18 @@ def _planned(x):
     return MadeUpPlan(tuple(map(Launch, names)))
 
 
+def test_a_launcher_that_cannot_be_rehearsed_is_tried_as_a_whole(doubled, monkeypatch):
+    ran = _outcomes(monkeypatch, (trial.PASSED, "right"))
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 1 else x + x
+
+    register_kernel("doubled", backend="made_up", rank=50, plans=rehearsed)(reads)
+    doubled(torch.ones(3))
+    assert ran == [["doubled", "made_up", "cpu"]]
+    assert "its launches are not known before the call: RuntimeError: " in explain("doubled", torch.ones(3)).note
+
+
 @pytest.fixture
 def planned(doubled):
     kernel = doubled.kernel("made_up")
@@ -290,8 +303,13 @@ FEW, MANY, WIDER = (Case(f"rows_{rows}_{cols}", {"x": T(rows, cols)}) for rows, 
         (("end,long", "float8_e4m3fn", "3"), "case rows_9_4 in bfloat16: out is off by"),
         (
             ("other", "float16", "4"),
-            "case rows_3_4 in bfloat16 (no small case launches just these device kernels): right",
+            "case rows_3_4 in bfloat16: right (no small case launches just these device kernels, none launches other)",
         ),
+        (
+            ("other,short", "float16", "4"),
+            "case rows_3_4 in float16: right (no small case launches just these device kernels, none launches other)",
+        ),
+        (("long,short", "float32", "4"), "case rows_3_4 in float32: right, case rows_9_4 in float32: out is off by"),
     ],
 )
 def test_the_program_tries_the_smallest_case_that_launches_the_same(planned, monkeypatch, capsys, wanted, words):
@@ -302,7 +320,7 @@ def test_the_program_tries_the_smallest_case_that_launches_the_same(planned, mon
     monkeypatch.setattr(program, "cases", lambda name: [FEW, WIDER, MANY])
     monkeypatch.setattr(trial, "settings", lambda: replace(settings(), trust_triton=True))
     assert program.main("doubled", "made_up", "cpu", *wanted) == (
-        trial.PASSED if words.endswith("right") else trial.FAILED
+        trial.FAILED if words.endswith("is off by") else trial.PASSED
     )
     assert capsys.readouterr().out.startswith(words)
 
@@ -378,6 +396,101 @@ def test_plans_are_told_and_are_not_given_beside_what_is_told(doubled):
 def _gluon_kernels():
     for name, op in sorted(declared().items()):
         yield from ((name, backend) for backend in op.backends() if in_gluon(backend))
+
+
+def _launched(name, backend, case, dtype):
+    """The device kernels that a case launches on Hopper, of any size: its tensors have no memory."""
+    op, asked, kernel = program.whole(name), declared()[name], declared()[name].kernel(backend)
+    with assuming(arch_named("sm90")):
+        args = op.bind((), {n: _on_meta(v, dtype) if isinstance(v, T) else v for n, v in case.args.items()})
+        args = args if asked is op else op.gradient_arguments(args)
+        if kernel.rejects(asked._describe(*args)._replace(arch=arch_named("sm90"))):
+            return ()
+        return launches(kernel, args).kernels
+
+
+def _on_meta(t, dtype):
+    x = torch.empty(t.shape, dtype=t.dtype or dtype, device="meta")
+    if t.layout == "strided" and x.ndim:
+        x = x.new_empty([n + 3 for n in t.shape])[tuple(slice(1, n + 1) for n in t.shape)]
+    elif t.layout == "transposed" and x.ndim > 1:
+        x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return x.requires_grad_(t.grad) if x.is_floating_point() else x
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [(name, backend) for name, backend in _gluon_kernels() if not name.startswith("attention")]
+)
+def test_each_set_of_device_kernels_that_a_case_launches_is_launched_by_a_small_one(name, backend):
+    pytest.importorskip("triton")
+    small, every = set(), {}
+    for case in cases(program.whole(name).name):
+        for dtype in case.dtypes:
+            launched = _launched(name, backend, case, dtype)
+            assert launched is not None, f"{name} by {backend} has no plan of {case.name}"
+            every.setdefault(launched, f"{case.name} in {dtype}")
+            if program._size(case) <= program._LARGEST and case.tags & program._CHECKED:
+                small.add(launched)
+    assert every.keys() - {()}, "no case is one that this kernel takes"
+    assert {kernels: who for kernels, who in every.items() if kernels not in small} == {}
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """A Hopper GPU under a release of Triton that is not there, on a CPU: launches are noted, and nothing runs."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(releases, "installed", lambda: "99.1.0")
+    monkeypatch.setattr(trial, "settings", lambda: replace(settings(), cache_dir=tmp_path, trust_triton=False))
+    monkeypatch.setattr(trial, "_found", {})
+    for name in backends.declared():
+        if name == "triton" or in_gluon(name):
+            found = replace(backends._BACKENDS[name], need=lambda device, pinned: None)
+            monkeypatch.setitem(backends._BACKENDS, name, found)
+    noted, called = [], [declared()[name] for name in ("rms_norm", "softmax_dropout", "linear_cross_entropy")]
+    for op in called:
+        op._recent.clear()
+    with (
+        assuming(arch_named("sm90")),
+        in_place_of_launches(lambda kernel, *given: noted.append(kernel.__name__), ANY_THREAD),
+    ):
+        yield noted
+    for op in called:
+        op._recent.clear()
+    trial._conditions.cache_clear()
+
+
+def test_norms_are_tried_by_the_kernels_that_a_call_launches(hopper, monkeypatch):
+    """Rows of one width: of the two backends in Gluon the persistent one comes first, and fails."""
+    ran = _outcomes(monkeypatch, (trial.FAILED, "case wide: y is off by 3"), (trial.PASSED, "case parts: right"))
+    x, weight = torch.empty(2, 65_536, dtype=torch.bfloat16), torch.ones(65_536, dtype=torch.bfloat16)
+    declared()["rms_norm"](x, weight)
+    assert ran == [
+        ["rms_norm", "hopper_persistent", "cpu", "persistent_norm_fwd_kernel", "bfloat16", "65536"],
+        ["rms_norm", "hopper", "cpu", "norm_fwd_parts_kernel", "bfloat16", "65536"],
+    ]
+    assert hopper == ["norm_fwd_parts_kernel"]
+    told = str(explain("rms_norm", x, weight))
+    assert "this kernel (persistent_norm_fwd_kernel) failed when it was tried with it: case wide: y is off by 3" in told
+    assert "1. norm_fwd_parts_kernel on " in told and "(norm_fwd_parts_kernel) was tried with it on" in told
+
+
+def test_a_kernel_of_softmax_that_fails_is_refused_alone(hopper, monkeypatch):
+    ran = _outcomes(monkeypatch, (trial.FAILED, "case parts: y is off by 3"), (trial.PASSED, "case parts: right"))
+    op, seed = declared()["softmax_dropout"], torch.zeros(2, dtype=torch.int64)
+    for scale in (-1.0, 1.0):
+        op.run(op.bind((torch.empty(4, 32_768, dtype=torch.bfloat16), seed, 0.1, scale), {}))
+    assert [row[3] for row in ran] == ["softmax_dropout_fwd_parts_kernel", "softmax_dropout_fwd_whole_parts_kernel"]
+    assert hopper == ["_softmax_fwd_wide_kernel", "softmax_dropout_fwd_whole_parts_kernel"]
+
+
+def test_losses_are_tried_with_and_without_a_pass_over_logits(hopper, monkeypatch):
+    ran = _outcomes(monkeypatch, (trial.FAILED, "case exp2: loss is off by 3"), (trial.PASSED, "case parts: right"))
+    target = torch.zeros(8, dtype=torch.int64)
+    for features in (64, 4096):
+        x, weight = (torch.empty(n, features, dtype=torch.bfloat16, requires_grad=True) for n in (8, 8192))
+        declared()["linear_cross_entropy"](x, weight, target, mode="chunks")
+    assert "exp2_matmul_kernel" in ran[0][3] and "loss_grad_parts_kernel" in ran[1][3]
+    assert hopper.count("loss_grad_parts_kernel") == 1 and "exp2_matmul_kernel" not in hopper
 
 
 @pytest.mark.parametrize(("name", "backend"), list(_gluon_kernels()))

@@ -24,8 +24,8 @@ def work_counter(device: torch.device, numbers: int = 4) -> Tensor:
 def _counter(device: torch.device, numbers: int) -> Tensor:
     """Launches on different streams must not share a counter, and neither may a launch captured in a CUDA graph, which
     may run at any time."""
-    # on a CPU kernels are interpreted or only compiled, one launch at a time
-    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    # on a CPU kernels are interpreted or only compiled, one launch at a time, and on meta nothing runs
+    if device.type in ("cpu", "meta") or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(numbers, dtype=torch.int32, device=device)
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index

@@ -8,6 +8,7 @@ from tilesmith.engine.launcher import cdiv, launch, next_power_of_2
 from tilesmith.engine.op import Op
 from tilesmith.engine.register import register_kernel
 from tilesmith.engine.registry import ops
+from tilesmith.engine.rehearsal import rehearsed
 from tilesmith.engine.table import Table
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "ops",
     "optimize_kernel",
     "register_kernel",
+    "rehearsed",
     "use",
 ]

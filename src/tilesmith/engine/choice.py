@@ -226,7 +226,10 @@ def launches(kernel: Kernel, args: tuple, pin: str = "") -> trial.Launches:
     if "config" in asked:
         configure, fields = kernel.fn.configure, parse_pin(pin)[1]
         said["config"] = configure.with_fields(args, fields, search=False) if fields else configure(args, search=False)
-    kernels = {step.kernel for step in kernel.plans(*args, **said).steps}
+    steps = kernel.plans(*args, **said).steps
+    if steps is None:  # a launcher that cannot be rehearsed
+        return trial.Launches()
+    kernels = {step.kernel for step in steps}
     columns = first.shape[-1] if first.ndim else 1
     return trial.Launches(tuple(sorted(kernels)), str(first.dtype).removeprefix("torch."), columns)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ import torch
 from tilesmith.engine import recording, torch_private, triton_private
 from tilesmith.engine.triton_private import Compiled
 
-_offline: Callable[..., None] | None = None
+ANY_THREAD = 0  # in place of a thread's id, which is never 0
+_instead: dict[
+    int, Callable[..., None]
+] = {}  # id of a thread, or ANY_THREAD -> what is done there in place of a launch
 _compiled: dict[tuple, Compiled] = {}
 _runtime: Any = None  # whom to ask who listens to launches, once Triton is there
 
@@ -26,9 +30,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **n
     all (sm_90), so that they may wait for each other. Each is compiled as a program by itself, unlike with Triton's
     num_ctas.
     """
-    if _offline is not None:
-        _offline(kernel, args, named)
-        return
+    if _instead:
+        do = _instead.get(get_ident()) or _instead.get(ANY_THREAD)
+        if do is not None:
+            do(kernel, grid, args, named, cluster)
+            return
     key, values = _key(kernel, args, named) if torch.cuda.is_initialized() else (None, ())
     if cluster > 1:
         _launch_cluster(kernel, grid, args, named, cluster, key, values)
@@ -173,21 +179,32 @@ def _remember(key: tuple, compiled: Any) -> Compiled | None:
 
 
 @contextlib.contextmanager
+def in_place_of_launches(do: Callable[..., None], thread: int | None = None) -> Iterator[None]:
+    """Inside, `launch` calls do(kernel, grid, positional arguments, named ones, cluster) and launches nothing. thread:
+    where; None: in this one, `ANY_THREAD`: in all."""
+    thread = get_ident() if thread is None else thread
+    before = _instead.get(thread)
+    _instead[thread] = do
+    try:
+        yield
+    finally:
+        if before is None:
+            del _instead[thread]
+        else:
+            _instead[thread] = before
+
+
+@contextlib.contextmanager
 def compiling_for(target: Any, compiled: list[Any]) -> Iterator[None]:
     """Inside, `launch` compiles each kernel once for `target` (a triton GPUTarget) and appends (its name, result);
     nothing runs.
 
     Kernel launchers called with CPU tensors then say which kernels, types and constants they would launch.
     """
-    global _offline
-    previous = _offline
 
-    def compile_once(kernel: Any, args: tuple, named: dict[str, Any]) -> None:
+    def compile_once(kernel: Any, grid: tuple, args: tuple, named: dict[str, Any], cluster: int) -> None:
         if all(name != kernel.__name__ for name, _ in compiled):
             compiled.append((kernel.__name__, triton_private.compile_for(kernel, args, named, target)))
 
-    _offline = compile_once
-    try:
+    with in_place_of_launches(compile_once, ANY_THREAD):
         yield
-    finally:
-        _offline = previous

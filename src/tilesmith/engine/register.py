@@ -11,6 +11,7 @@ from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.kernel import Kernel, accept, as_output, lines_of, silent
 from tilesmith.engine.op import Op
 from tilesmith.engine.registry import PLAIN, ops
+from tilesmith.engine.rehearsal import rehearsed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,7 +43,8 @@ def register_kernel(
     format in which the hardware keeps its sums, where that is coarser than the output's dtype: tests and `tilesmith
     verify` allow rounding of that size in place of the dtype's. plans: in place of tells, the same arguments -> the
     plan of the call. Its `lines()` are the sentences, and the `kernel` of each of its `steps` is the name of a device
-    kernel (`engine.trial`).
+    kernel (`engine.trial`). `plans=rehearsed`, of `tilesmith.engine`, makes plans of what the function itself launches,
+    by a run on tensors without memory; tells may be given beside it, and `optimize_kernel` stands below it.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
@@ -61,7 +63,7 @@ def register_kernel(
 
     if plans is not None and not callable(plans):
         raise TypeError(f"register_kernel: plans must be callable or None, got {shown(plans)}")
-    if plans is not None and tells is not silent:
+    if plans is not None and plans is not rehearsed and tells is not silent:
         raise TypeError("register_kernel: give tells or plans, not both; the lines of a plan are what it tells")
 
     given = {"backend": backend, "rejects": rejects is not accept, "errors": errors, "tells": tells is not silent}
@@ -71,8 +73,9 @@ def register_kernel(
     def add(fn: Function) -> Function:
         op = ops().get(name)
         if op is not None:
-            told = tells if plans is None else lines_of(plans)
-            kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, told, eps, plans)
+            planned = rehearsed(fn, tells) if plans is rehearsed else plans
+            told = tells if planned is None else lines_of(planned)
+            kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, told, eps, planned)
             fn.tilesmith_kernel = op.add_kernel(kernel)
         elif of_kernels:
             raise ValueError(

@@ -1,7 +1,8 @@
 """One small case of a kernel, against its reference: `python -m tilesmith.validate.trial attention hopper cuda:0`.
 
 Names of device kernels behind that, a dtype and a number of columns, `attention_fwd_wide_kernel bfloat16 512`, ask for
-the smallest case that launches just these, of that dtype and that many columns if there is one.
+the smallest case that launches just these, of that dtype and that many columns if there is one. Where none does, the
+cases are run that together launch all of them, as far as there are such.
 
 `engine.trial` runs this for a release of Triton that is not known to serve the kernel. The last line that it prints
 says what was found; it exits with 0 if the values are right, 75 if something else than the kernel was in the way.
@@ -59,18 +60,27 @@ def small_cases(name: str) -> Iterator[tuple[Case, torch.dtype]]:
         yield from ((case, dtype) for case, dtype in zip(chosen, dtypes) if dtype is not None)
 
 
+def served_cases(
+    name: str, backend: str, device: torch.device | str, wanted: Launches
+) -> Iterator[tuple[Case, torch.dtype, Launches]]:
+    """The cases that the kernel takes, the smallest first, in the wanted dtype if they have it; what each launches."""
+    for case in sorted(cases(whole(name).name), key=_size):
+        dtype = min(case.dtypes, key=lambda d: (_named(d) != wanted.dtype, *_place(d)), default=None)
+        if dtype is None or _size(case) > _LARGEST or not case.tags & _CHECKED:
+            continue
+        launched = launched_by(name, backend, device, case, dtype)
+        if launched is not None:
+            yield case, dtype, launched
+
+
 def like_cases(
     name: str, backend: str, device: torch.device | str, wanted: Launches
 ) -> Iterator[tuple[Case, torch.dtype]]:
     """The cases that launch just the wanted device kernels, the smallest first: those of the wanted dtype and columns,
     then the others by what they share with it."""
     others = []
-    for case in sorted(cases(whole(name).name), key=_size):
-        dtype = min(case.dtypes, key=lambda d: (_named(d) != wanted.dtype, *_place(d)), default=None)
-        if dtype is None or _size(case) > _LARGEST or not case.tags & _CHECKED:
-            continue
-        launched = launched_by(name, backend, device, case, dtype)
-        if launched is None or launched.kernels != wanted.kernels:
+    for case, dtype, launched in served_cases(name, backend, device, wanted):
+        if launched.kernels != wanted.kernels:
             continue
         apart = launched.dtype != wanted.dtype, _apart(launched.columns, wanted.columns)
         if any(apart):
@@ -78,6 +88,21 @@ def like_cases(
         else:
             yield case, dtype
     yield from ((case, dtype) for _, case, dtype in sorted(others, key=lambda row: row[0]))
+
+
+def covering_cases(
+    name: str, backend: str, device: torch.device | str, wanted: Launches
+) -> tuple[list[tuple[Case, torch.dtype]], set[str]]:
+    """Few small cases that together launch the wanted device kernels, and those that no small case launches."""
+    served = list(served_cases(name, backend, device, wanted))
+    left, chosen = set(wanted.kernels or ()), []
+    while served and left:
+        case, dtype, launched = max(served, key=lambda row: len(left.intersection(row[2].kernels or ())))
+        if left.isdisjoint(launched.kernels or ()):
+            break
+        chosen.append((case, dtype))
+        left.difference_update(launched.kernels or ())
+    return chosen, left
 
 
 def _size(case: Case) -> int:
@@ -109,17 +134,6 @@ def _apart(columns: int, wanted: int) -> int:
     return 0 if columns == wanted else 1 if next_power_of_2(columns) == next_power_of_2(wanted) else 2
 
 
-def chosen_cases(
-    name: str, backend: str, device: torch.device | str, wanted: Launches
-) -> Iterator[tuple[Case, torch.dtype, str]]:
-    """The cases to try, in turn until the kernel takes one, and what to say of each beside its name."""
-    instead = ""
-    if wanted.kernels:
-        yield from ((case, dtype, "") for case, dtype in like_cases(name, backend, device, wanted))
-        instead = " (no small case launches just these device kernels)"
-    yield from ((case, dtype, instead) for case, dtype in small_cases(name))
-
-
 def attempt(name: str, backend: str, device: torch.device | str, wanted: Launches = _WHOLE) -> tuple[int, str]:
     """The exit code and what to say."""
     try:
@@ -131,11 +145,31 @@ def attempt(name: str, backend: str, device: torch.device | str, wanted: Launche
 
 
 def _attempt(name: str, backend: str, device: torch.device | str, wanted: Launches) -> tuple[int, str]:
-    for case, dtype, instead in chosen_cases(name, backend, device, wanted):
+    def ran(case: Case, dtype: torch.dtype) -> tuple[int, str] | None:
+        """The outcome of a case; None where the kernel does not take it."""
         result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=pins(name, backend)))
-        if not result.message.startswith("rejects"):
-            words = f"case {case.name} in {_named(dtype)}{instead}: {result.message or 'right'}"
-            return (PASSED if result.passed else FAILED), words
+        if result.message.startswith("rejects"):
+            return None
+        return (
+            PASSED if result.passed else FAILED
+        ), f"case {case.name} in {_named(dtype)}: {result.message or 'right'}"
+
+    instead = ""
+    if wanted.kernels:
+        for case, dtype in like_cases(name, backend, device, wanted):
+            outcome = ran(case, dtype)
+            if outcome is not None:
+                return outcome
+        chosen, left = covering_cases(name, backend, device, wanted)
+        outcomes = [outcome for case, dtype in chosen if (outcome := ran(case, dtype)) is not None]
+        instead = " (no small case launches just these device kernels"
+        instead += f", none launches {', '.join(sorted(left))})" if left else ")"
+        if outcomes:
+            return max(code for code, _ in outcomes), ", ".join(words for _, words in outcomes) + instead
+    for case, dtype in small_cases(name):
+        outcome = ran(case, dtype)
+        if outcome is not None:
+            return outcome[0], outcome[1] + instead
     return PREVENTED, f"no small case of {name} is one that {backend} takes"
 
 

@@ -23,13 +23,20 @@ def _nothing_kernel():
     pass
 
 
-@cache
 def resident_clusters(device: torch.device, parts: int, per_sm: int) -> int:
     """How many clusters of `parts` CTAs the device can run at once, with `per_sm` CTAs on a multiprocessor. A cluster
-    stays within one GPC, and GPCs differ in size, so the driver is asked."""
+    stays within one GPC, and GPCs differ in size, so the driver is asked; of a GPU that is not here, as if they did
+    not."""
+    if device.type == "cuda":
+        return _of_cuda(device, parts, per_sm)
+    return max(1, arch_of(device).sms * per_sm // parts)
+
+
+@cache
+def _of_cuda(device: torch.device, parts: int, per_sm: int) -> int:
     arch = arch_of(device)
-    if device.type != "cuda" or parts == 1:
-        return max(1, arch.sms * per_sm // parts)
+    if parts == 1:
+        return max(1, arch.sms * per_sm)
     with torch.cuda.device(device):
         found = most_clusters(_nothing_kernel, arch.shared_memory // per_sm - 1024, parts)
     # a GPC of Hopper has 16 or 18 multiprocessors

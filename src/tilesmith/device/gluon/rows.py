@@ -317,10 +317,10 @@ def parts_of(cols: int, config: PartsConfig) -> int:
     return cdiv(cols, config.width)
 
 
-def parts_tells(kernel: str, cols: int, config: PartsConfig) -> list[str]:
+def parts_tells(cols: int, config: PartsConfig) -> list[str]:
     """What `explain` says of a persistent kernel whose rows arrive by TMA in a ring buffer."""
     ring = f"{config.slots} pipeline stage{'s' * (config.slots > 1)}"
-    return [f"{kernel}: {ctas_of_row(parts_of(cols, config), cols)}; persistent CTAs, rows arrive by TMA in {ring}"]
+    return [f"{ctas_of_row(parts_of(cols, config), cols)}; persistent CTAs, rows arrive by TMA in {ring}"]
 
 
 def parts_grid(x: Tensor, config: PartsConfig) -> tuple[int, int]:

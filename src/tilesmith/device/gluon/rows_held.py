@@ -208,9 +208,9 @@ def held_grid(x: Tensor, config: HeldConfig) -> tuple[int, int]:
     return x.shape[0] * parts, parts
 
 
-def held_tells(kernel: str, cols: int, config: HeldConfig) -> list[str]:
+def held_tells(cols: int, config: HeldConfig) -> list[str]:
     """What `explain` says of a kernel that holds rows in registers."""
-    return [f"{kernel}: {ctas_of_row(held_parts(cols, config), cols)} in registers, read once"]
+    return [f"{ctas_of_row(held_parts(cols, config), cols)} in registers, read once"]
 
 
 def held_fit(config: HeldConfig, dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:

@@ -30,7 +30,7 @@ from tilesmith.device.gluon.rows_held import (
     warps_of_row,
 )
 from tilesmith.device.gluon.shim import gl, gluon, syncthreads
-from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss import chunks
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 from tilesmith.ops.loss.hopper import exp2_epilogue
@@ -200,7 +200,7 @@ def _tells(call) -> list[str]:
     return [f"no pass over logits: up to {exp2_epilogue.MOST_FEATURES:,} features their product stores exp2 of them"]
 
 
-@register_kernel("linear_cross_entropy", backend="hopper", rank=25, rejects=_reasons, tells=_tells)
+@register_kernel("linear_cross_entropy", backend="hopper", rank=25, rejects=_reasons, tells=_tells, plans=rehearsed)
 @optimize_kernel(space=SPACE)
 @linear_cross_entropy_arguments
 def linear_cross_entropy(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, row_values
 from tilesmith.device.triton.column_sums import chained
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss.arguments import cross_entropy_arguments, cross_entropy_vjp_arguments
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.token_sums import reduce_tokens
@@ -96,17 +96,17 @@ def in_registers(cols: int, config: LossConfig) -> bool:
 
 
 def forward_tells(cols: int, config: LossConfig) -> list[str]:
-    """Which forward serves rows of `cols` classes."""
+    """How a forward reads rows of `cols` classes."""
     if in_registers(cols, config):
-        return [f"cross_entropy_row_kernel: {config.rows} x {cols} logits are held in registers"]
-    return [f"cross_entropy_online_kernel: an online softmax over rows of {cols} logits, in blocks of {config.block}"]
+        return [f"{config.rows} x {cols} logits are held in registers"]
+    return [f"an online softmax over rows of {cols} logits, in blocks of {config.block}"]
 
 
 def backward_tells(cols: int, config: LossConfig) -> list[str]:
-    """Which backward serves rows of `cols` classes."""
+    """How a backward reads rows of `cols` classes."""
     if in_registers(cols, config):
-        return [f"cross_entropy_row_vjp_kernel: {config.rows} x {cols} logits are held in registers"]
-    return [f"cross_entropy_online_vjp_kernel: a CTA has one block of {config.block} of a row's {cols} logits"]
+        return [f"{config.rows} x {cols} logits are held in registers"]
+    return [f"a CTA has one block of {config.block} of a row's {cols} logits"]
 
 
 def _weight_sum(weight: Tensor | None, terms: Terms) -> Tensor | None:
@@ -250,6 +250,7 @@ CROSS_ENTROPY_VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWE
     rank=20,
     rejects=_reasons,
     tells=lambda logits, *_, config: forward_tells(logits.shape[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(space=CROSS_ENTROPY_SPACE)
 @cross_entropy_arguments
@@ -274,6 +275,7 @@ def cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     rank=20,
     rejects=_reasons,
     tells=lambda dloss, logits, *_, config: backward_tells(logits.shape[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(space=CROSS_ENTROPY_VJP_SPACE)
 @cross_entropy_vjp_arguments

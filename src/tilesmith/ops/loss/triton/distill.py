@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import row_values, rows
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss import distill_chunks as chunks
 from tilesmith.ops.loss.chunks import source_tells
 from tilesmith.ops.loss.distill_arguments import (
@@ -135,18 +135,18 @@ def _coarse(*inputs: Tensor) -> str:
     return "_coarse" if inputs and all(t.element_size() == 2 for t in inputs) else ""
 
 
-def _formula_tells(kernel: str, kind: str) -> list[str]:
+def _formula_tells(kind: str) -> list[str]:
     """Which formula of a distance serves inputs of these dtypes."""
     if kind.endswith("_coarse"):
-        return [f"{kernel}: the inputs have 16 bits, so minimax polynomials replace exp and log ({kind})"]
-    return [f"{kernel}: exp and log of fp32 precision ({kind})"]
+        return [f"the inputs have 16 bits, so minimax polynomials replace exp and log ({kind})"]
+    return [f"exp and log of fp32 precision ({kind})"]
 
 
 def _tvd_tells(call, *, config: DistanceConfig) -> list[str]:
     """Where the gradient of a total variation distance comes from."""
     if call.signs.numel():
-        return ["total_variation_bwd_kernel: from the signs of the differences, which the forward kept"]
-    return ["distance_bwd_kernel: from the inputs, as the forward kept no signs"]
+        return ["from the signs of the differences, which the forward kept"]
+    return ["from the inputs, as the forward kept no signs"]
 
 
 def _mean(total: Tensor, x: Tensor, labels: Tensor | None, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -272,9 +272,8 @@ LINEAR_VJP_SPACE = Space(dims=_dims_linear_vjp, default=_default_linear, choices
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda x, target, reduction, log_target, eps: _formula_tells(
-        "distance_fwd_kernel", _kl_kind(log_target, x, target)
-    ),
+    tells=lambda x, target, reduction, log_target, eps: _formula_tells(_kl_kind(log_target, x, target)),
+    plans=rehearsed,
 )
 @optimize_kernel(space=SPACE)
 @kl_div_arguments
@@ -290,9 +289,8 @@ def kl_div(call, *, config: DistanceConfig) -> Tensor:
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda dloss, x, target, reduction, log_target, *_: _formula_tells(
-        "distance_bwd_kernel", _kl_kind(log_target, x, target)
-    ),
+    tells=lambda dloss, x, target, reduction, log_target, *_: _formula_tells(_kl_kind(log_target, x, target)),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @kl_div_vjp_arguments
@@ -309,7 +307,8 @@ def kl_div_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda x, target, labels, beta, *_: _formula_tells("distance_fwd_kernel", _jsd_kind(beta, x, target)),
+    tells=lambda x, target, labels, beta, *_: _formula_tells(_jsd_kind(beta, x, target)),
+    plans=rehearsed,
 )
 @optimize_kernel(space=JSD_SPACE)
 @jsd_arguments
@@ -326,9 +325,8 @@ def jsd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda dloss, x, target, labels, count, beta, *_: _formula_tells(
-        "distance_bwd_kernel", _jsd_kind(beta, x, target)
-    ),
+    tells=lambda dloss, x, target, labels, count, beta, *_: _formula_tells(_jsd_kind(beta, x, target)),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @jsd_vjp_arguments
@@ -341,7 +339,7 @@ def jsd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     return _backward(*given, kind, call.beta, 0.0, call.ignore_index, divisor, call.output_mask, config)
 
 
-@register_kernel("tvd", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("tvd", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=SPACE)
 @tvd_arguments
 def tvd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,7 +353,9 @@ def tvd(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor]:
     return *_mean(out, x, labels, call.reduction, call.ignore_index), signs
 
 
-@register_kernel("tvd_vjp", backend="triton", rank=20, rejects=_reasons, tells=tvd_vjp_arguments(_tvd_tells))
+@register_kernel(
+    "tvd_vjp", backend="triton", rank=20, rejects=_reasons, tells=tvd_vjp_arguments(_tvd_tells), plans=rehearsed
+)
 @optimize_kernel(space=SIGNED_SPACE)
 @tvd_vjp_arguments
 def tvd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
@@ -369,7 +369,7 @@ def tvd_vjp(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor]:
     return _backward(*given, "total", 0.0, 0.0, call.ignore_index, divisor, call.output_mask, config)
 
 
-@register_kernel("linear_distillation", backend="triton", rank=20, rejects=_linear_reasons)
+@register_kernel("linear_distillation", backend="triton", rank=20, rejects=_linear_reasons, plans=rehearsed)
 @optimize_kernel(space=LINEAR_SPACE)
 @linear_distillation_arguments
 def linear_distillation(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -383,6 +383,7 @@ def linear_distillation(call, *, config: DistanceConfig) -> tuple[Tensor, Tensor
     rank=20,
     rejects=_linear_reasons,
     tells=linear_distillation_vjp_arguments(source_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=LINEAR_VJP_SPACE)
 @linear_distillation_vjp_arguments

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilesmith.engine import Space, optimize_kernel, register_kernel
+from tilesmith.engine import Space, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss import chunks
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments, linear_cross_entropy_vjp_arguments
 from tilesmith.ops.loss.triton.cross_entropy import (
@@ -53,6 +53,7 @@ VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWEEPS)
     rank=20,
     rejects=_reasons,
     tells=lambda x, weight, *_, config: forward_tells(weight.shape[0], config),
+    plans=rehearsed,
 )
 @optimize_kernel(space=SPACE)
 @linear_cross_entropy_arguments
@@ -67,6 +68,7 @@ def linear_cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, T
     rank=20,
     rejects=_reasons,
     tells=linear_cross_entropy_vjp_arguments(chunks.source_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @linear_cross_entropy_vjp_arguments

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilesmith.engine import Space, optimize_kernel, register_kernel
+from tilesmith.engine import Space, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss import preference_chunks
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
 from tilesmith.ops.loss.chunks import source_tells
@@ -36,7 +36,7 @@ def _tells(call, *, config: LossConfig) -> list[str]:
     return forward_tells(classes, config) + (backward_tells(classes, config) if now else [])
 
 
-@register_kernel("linear_preference", backend="triton", rank=20, rejects=_reasons, tells=_tells)
+@register_kernel("linear_preference", backend="triton", rank=20, rejects=_reasons, tells=_tells, plans=rehearsed)
 @optimize_kernel(space=SPACE)
 @linear_preference_arguments
 def linear_preference(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -50,6 +50,7 @@ def linear_preference(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tens
     rank=20,
     rejects=_reasons,
     tells=linear_preference_vjp_arguments(source_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @linear_preference_vjp_arguments

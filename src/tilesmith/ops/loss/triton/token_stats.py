@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.loss import token_stats_chunks
 from tilesmith.ops.loss.arguments import (
     linear_token_stats_arguments,
@@ -145,18 +145,14 @@ def _dims_of_logits_vjp(dlog_probs: object, dentropy: object, dlse: object, logi
 
 
 def _forward_tells(call, *, config: StatsConfig) -> list[str]:
-    return [_swept("token_stats_kernel", _classes(call), config)]
+    return [f"an online softmax over rows of {_classes(call)} logits, in blocks of {config.block}"]
 
 
 def _backward_tells(call, *, config: StatsConfig) -> list[str]:
     classes = _classes(call)
     if call.dentropy is None and call.dlse is None and hasattr(call, "x"):
         return ["only log_probs has a gradient: that of their cross-entropies", *backward_tells(classes, _loss(config))]
-    return [f"token_stats_vjp_kernel: a CTA has one block of {config.block} of a row's {classes} logits"]
-
-
-def _swept(kernel: str, classes: int, config: StatsConfig) -> str:
-    return f"{kernel}: an online softmax over rows of {classes} logits, in blocks of {config.block}"
+    return [f"a CTA has one block of {config.block} of a row's {classes} logits"]
 
 
 def _classes(call) -> int:
@@ -177,7 +173,12 @@ LOGITS_VJP_SPACE = Space(dims=_dims_of_logits_vjp, default=_default, choices=_CH
 
 
 @register_kernel(
-    "token_stats", backend="triton", rank=20, rejects=_reasons, tells=token_stats_arguments(_forward_tells)
+    "token_stats",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=token_stats_arguments(_forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=LOGITS_SPACE)
 @token_stats_arguments
@@ -187,7 +188,12 @@ def token_stats(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Tensor, T
 
 
 @register_kernel(
-    "token_stats_vjp", backend="triton", rank=20, rejects=_reasons, tells=token_stats_vjp_arguments(_backward_tells)
+    "token_stats_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=token_stats_vjp_arguments(_backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=LOGITS_VJP_SPACE)
 @token_stats_vjp_arguments
@@ -202,6 +208,7 @@ def token_stats_vjp(call, *, config: StatsConfig) -> Tensor:
     rank=20,
     rejects=_reasons,
     tells=linear_token_stats_arguments(_forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=SPACE)
 @linear_token_stats_arguments
@@ -216,6 +223,7 @@ def linear_token_stats(call, *, config: StatsConfig) -> tuple[Tensor, Tensor, Te
     rank=20,
     rejects=_reasons,
     tells=linear_token_stats_vjp_arguments(_backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=VJP_SPACE)
 @linear_token_stats_vjp_arguments

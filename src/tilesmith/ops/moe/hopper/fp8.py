@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.alignment import aligned
 from tilesmith.device.rows import rows
-from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import fp8_plan, fp8_steps, plan
 from tilesmith.ops.moe.arguments import experts_fp8_arguments, experts_vjp_fp8_arguments
@@ -83,7 +83,7 @@ def _product(
     return out
 
 
-@register_kernel("experts_fp8", backend="hopper", rank=plain.RANK, rejects=_reasons, eps=fp8_steps.eps)
+@register_kernel("experts_fp8", backend="hopper", rank=plain.RANK, rejects=_reasons, eps=fp8_steps.eps, plans=rehearsed)
 @optimize_kernel(space=SPACE)
 @experts_fp8_arguments
 def experts_fp8(call, *, config: HopperFp8Config) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,9 @@ class _Backward(fp8_steps.Backward, plain._Backward):
         return fp8_steps.combined(each, self.indices, None, self.call.x, self.experts, place)
 
 
-@register_kernel("experts_vjp_fp8", backend="hopper", rank=plain.RANK, rejects=_reasons, eps=fp8_steps.eps)
+@register_kernel(
+    "experts_vjp_fp8", backend="hopper", rank=plain.RANK, rejects=_reasons, eps=fp8_steps.eps, plans=rehearsed
+)
 @optimize_kernel(space=SPACE_VJP)
 @experts_vjp_fp8_arguments
 def experts_vjp_fp8(call, *, config: HopperFp8BackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:

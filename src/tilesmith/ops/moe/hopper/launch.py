@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.alignment import aligned, tma_strides
 from tilesmith.device.rows import dense, rows
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import plan, steps
 from tilesmith.ops.moe.arguments import experts_arguments, experts_vjp_arguments
@@ -138,7 +138,7 @@ def _product(a: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, con
     return out
 
 
-@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons, tells=_tells_forward)
+@register_kernel("experts", backend="hopper", rank=RANK, rejects=_reasons, tells=_tells_forward, plans=rehearsed)
 @optimize_kernel(space=SPACE)
 @experts_arguments
 def experts(call, *, config: HopperConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
@@ -205,7 +205,9 @@ class _Backward(steps.Backward):
         return out if made.data_ptr() == out.data_ptr() else out.copy_(made)
 
 
-@register_kernel("experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both, tells=_tells_backward)
+@register_kernel(
+    "experts_vjp", backend="hopper", rank=RANK, rejects=_reasons_for_both, tells=_tells_backward, plans=rehearsed
+)
 @optimize_kernel(space=SPACE_VJP)
 @experts_vjp_arguments
 def experts_vjp(

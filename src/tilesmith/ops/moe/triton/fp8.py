@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import rows
-from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import fp8_steps, plan, steps
 from tilesmith.ops.moe.arguments import experts_fp8_arguments, experts_vjp_fp8_arguments
@@ -54,7 +54,9 @@ def _product(
     return out
 
 
-@register_kernel("experts_fp8", backend="triton", rank=20, rejects=fp8_steps.reasons, eps=fp8_steps.eps)
+@register_kernel(
+    "experts_fp8", backend="triton", rank=20, rejects=fp8_steps.reasons, eps=fp8_steps.eps, plans=rehearsed
+)
 @optimize_kernel(space=FORWARD_SPACE)
 @experts_fp8_arguments
 def experts_fp8(call, *, config: ForwardConfig) -> tuple[Tensor, Tensor]:
@@ -98,7 +100,9 @@ class _Backward(fp8_steps.Backward, steps.Backward):
         return fp8_steps.combined(each, self.indices, None, self.call.x, self.experts, None)
 
 
-@register_kernel("experts_vjp_fp8", backend="triton", rank=20, rejects=fp8_steps.reasons, eps=fp8_steps.eps)
+@register_kernel(
+    "experts_vjp_fp8", backend="triton", rank=20, rejects=fp8_steps.reasons, eps=fp8_steps.eps, plans=rehearsed
+)
 @optimize_kernel(space=BACKWARD_SPACE)
 @experts_vjp_fp8_arguments
 def experts_vjp_fp8(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tilesmith.device.rows import dense, rows
-from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import adapters, plan, steps
 from tilesmith.ops.moe.arguments import experts_arguments, experts_vjp_arguments
@@ -64,7 +64,7 @@ def _tells_forward(*args: Any, config: Any) -> list[str]:
     return [f"{pairs} pairs need no index: {up}", down]
 
 
-@register_kernel("experts", backend="triton", rank=20, rejects=steps.reasons, tells=_tells_forward)
+@register_kernel("experts", backend="triton", rank=20, rejects=steps.reasons, tells=_tells_forward, plans=rehearsed)
 @optimize_kernel(space=FORWARD_SPACE)
 @experts_arguments
 def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def experts(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tensor
 
 @register_kernel(
     "experts_vjp", backend="triton", rank=20, rejects=steps.reasons,
-    tells=lambda dy, *args, config: _tells(*args, config=config),
+    tells=lambda dy, *args, config: _tells(*args, config=config), plans=rehearsed,
 )  # fmt: skip
 @optimize_kernel(space=BACKWARD_SPACE)
 @experts_vjp_arguments

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.device.rows import rows
-from tilesmith.engine import cdiv, launch, next_power_of_2, register_kernel
+from tilesmith.engine import cdiv, launch, next_power_of_2, register_kernel, rehearsed
 
 TILE = 2048  # scores of a program
 LEAST = tl.constexpr(-(2**63))
@@ -147,7 +147,7 @@ def _sizes(logits: Tensor) -> dict[str, int]:
     return {"EXPERTS": wide, "BLOCK_M": max(1, min(TILE // wide, next_power_of_2(logits.shape[0])))}
 
 
-@register_kernel("route", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("route", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 def route(
     logits: Tensor,
     top_k: int,
@@ -176,7 +176,7 @@ def route(
     return weights, indices
 
 
-@register_kernel("route_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("route_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 def route_vjp(
     dweights: Tensor, logits: Tensor, indices: Tensor, scores: str, normalise: bool, scale: float
 ) -> Tensor:  # fmt: skip

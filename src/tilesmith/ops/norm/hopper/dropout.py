@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilesmith.device.gluon.rows import NARROWEST, PartsConfig, fitted
 from tilesmith.device.gluon.rows_held import HELD_CHOICES, HeldConfig, held_config, held_fit
-from tilesmith.engine import Space, optimize_kernel, register_kernel
+from tilesmith.engine import Space, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
     dropout_add_norm_arguments,
     dropout_add_norm_vjp_arguments,
@@ -41,6 +41,7 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConf
     rank=25,
     rejects=_reasons,
     tells=dropout_add_norm_arguments(norms.forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -102,6 +103,7 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, kind: str) -> dic
     rank=25,
     rejects=_vjp_reasons,
     tells=dropout_add_norm_vjp_arguments(norms.backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

@@ -60,7 +60,7 @@ from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, m
 from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
     Norm,
     NormGradient,
@@ -405,12 +405,12 @@ def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
 
 def forward_tells(call, *, config: HeldConfig) -> list[str]:
     """How a forward divides its rows."""
-    return held_tells("norm_fwd_parts_kernel", call.x.shape[-1], config)
+    return held_tells(call.x.shape[-1], config)
 
 
 def backward_tells(call, *, config: PartsConfig) -> list[str]:
     """How a backward divides its rows."""
-    return parts_tells("norm_bwd_parts_kernel", gradient_of(call).x.shape[-1], config)
+    return parts_tells(gradient_of(call).x.shape[-1], config)
 
 
 def _reasons(call: Any) -> list[str]:
@@ -493,7 +493,9 @@ def slotted(config: PartsConfig, slots: int) -> PartsConfig:
 CHOICES = {"width": (4096, 8192, 16_384), "slots": (2, 3, 4, 6), "num_warps": (4, 8, 16)}
 
 
-@register_kernel("rms_norm", backend="hopper", rank=25, rejects=_reasons, tells=rms_norm_arguments(forward_tells))
+@register_kernel(
+    "rms_norm", backend="hopper", rank=25, rejects=_reasons, tells=rms_norm_arguments(forward_tells), plans=rehearsed
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: row_dims(x, x),
@@ -510,7 +512,12 @@ def rms_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "rms_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons, tells=rms_norm_vjp_arguments(backward_tells)
+    "rms_norm_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=rms_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -525,7 +532,14 @@ def rms_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
     return backward(gradient_of(call), config)[:2]
 
 
-@register_kernel("layer_norm", backend="hopper", rank=25, rejects=_reasons, tells=layer_norm_arguments(forward_tells))
+@register_kernel(
+    "layer_norm",
+    backend="hopper",
+    rank=25,
+    rejects=_reasons,
+    tells=layer_norm_arguments(forward_tells),
+    plans=rehearsed,
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, bias, eps: row_dims(x, x),
@@ -542,7 +556,12 @@ def layer_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @register_kernel(
-    "layer_norm_vjp", backend="hopper", rank=25, rejects=_vjp_reasons, tells=layer_norm_vjp_arguments(backward_tells)
+    "layer_norm_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=layer_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -558,7 +577,12 @@ def layer_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor
 
 
 @register_kernel(
-    "add_rms_norm", backend="hopper", rank=25, rejects=_reasons, tells=add_rms_norm_arguments(forward_tells)
+    "add_rms_norm",
+    backend="hopper",
+    rank=25,
+    rejects=_reasons,
+    tells=add_rms_norm_arguments(forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -581,6 +605,7 @@ def add_rms_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor]:
     rank=25,
     rejects=_vjp_reasons,
     tells=add_rms_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -596,7 +621,12 @@ def add_rms_norm_vjp(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "add_layer_norm", backend="hopper", rank=25, rejects=_reasons, tells=add_layer_norm_arguments(forward_tells)
+    "add_layer_norm",
+    backend="hopper",
+    rank=25,
+    rejects=_reasons,
+    tells=add_layer_norm_arguments(forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -618,6 +648,7 @@ def add_layer_norm(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor,
     rank=25,
     rejects=_vjp_reasons,
     tells=add_layer_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

@@ -38,7 +38,7 @@ from tilesmith.device.gluon.rows_dynamic import (
 from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, mbarriers, reinterpret
 from tilesmith.device.rows import dense
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
     Norm,
     add_layer_norm_arguments,
@@ -199,7 +199,7 @@ def _forward(norm: Norm, config: PartsConfig) -> tuple[Tensor | None, ...]:
 def _tells(call, *, config: PartsConfig) -> list[str]:
     """How a forward divides its rows, and how they are scheduled."""
     return [
-        *parts_tells("persistent_norm_fwd_kernel", call.x.shape[-1], config),
+        *parts_tells(call.x.shape[-1], config),
         "clusters fetch their next row from a work counter",
     ]
 
@@ -229,7 +229,14 @@ def _fit(config: PartsConfig, dims: Mapping[str, int], arch: Any, dtype: torch.d
     return config._replace(slots=min(config.slots, fitted(dims, arch, config).slots))
 
 
-@register_kernel("rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=rms_norm_arguments(_tells))
+@register_kernel(
+    "rms_norm",
+    backend="hopper_persistent",
+    rank=27,
+    rejects=_reasons,
+    tells=rms_norm_arguments(_tells),
+    plans=rehearsed,
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norms.row_dims(x, x),
@@ -246,7 +253,12 @@ def rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=layer_norm_arguments(_tells)
+    "layer_norm",
+    backend="hopper_persistent",
+    rank=27,
+    rejects=_reasons,
+    tells=layer_norm_arguments(_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -261,7 +273,12 @@ def layer_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @register_kernel(
-    "add_rms_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=add_rms_norm_arguments(_tells)
+    "add_rms_norm",
+    backend="hopper_persistent",
+    rank=27,
+    rejects=_reasons,
+    tells=add_rms_norm_arguments(_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -279,7 +296,12 @@ def add_rms_norm(call, *, config: PartsConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @register_kernel(
-    "add_layer_norm", backend="hopper_persistent", rank=27, rejects=_reasons, tells=add_layer_norm_arguments(_tells)
+    "add_layer_norm",
+    backend="hopper_persistent",
+    rank=27,
+    rejects=_reasons,
+    tells=add_layer_norm_arguments(_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -318,6 +340,7 @@ def _dropout_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
     rank=27,
     rejects=_dropout_reasons,
     tells=dropout_add_norm_arguments(_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

@@ -29,7 +29,7 @@ from tilesmith.device.gluon.rows_held import (
 )
 from tilesmith.device.gluon.shim import gl, gluon
 from tilesmith.device.rows import empty_rows, row_order, rows
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, rehearsed
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -201,7 +201,8 @@ def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) ->
     backend="hopper",
     rank=25,
     rejects=_reasons,
-    tells=lambda x, scale, causal, *, config: held_tells("softmax_fwd_parts_kernel", x.shape[-1], config),
+    tells=lambda x, scale, causal, *, config: held_tells(x.shape[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(dims=lambda x, scale, causal: row_dims(x), default=_forward_default, choices=HELD_CHOICES, fit=held_fit)
@@ -225,7 +226,8 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Held
     backend="hopper",
     rank=25,
     rejects=_vjp_reasons,
-    tells=lambda dy, y, scale, causal, *, config: held_tells("softmax_bwd_parts_kernel", y.shape[-1], config),
+    tells=lambda dy, y, scale, causal, *, config: held_tells(y.shape[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(dims=lambda dy, y, *_: row_dims(y, dy), default=_backward_default, choices=HELD_CHOICES, fit=held_fit)

@@ -27,7 +27,7 @@ from tilesmith.device.gluon.rows_held import chunk_fp32, exchange, pack_lines, r
 from tilesmith.device.gluon.shim import gl, gluon
 from tilesmith.device.rows import empty_rows, row_order, row_steps, rows
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.hopper.softmax import LOG2E, LOWEST, between_tops, relative_weight, row_dims
 from tilesmith.ops.norm.hopper.softmax_dropout import exponentials, higher, top_of_pairs
 
@@ -240,6 +240,11 @@ def _vjp_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> Caus
     return CausalConfig(1 if dims["cols"] <= 4096 else 4, 0)
 
 
+def _tells(*args: Any) -> list[str]:
+    """How rows are read."""
+    return ["a CTA has one row in shared memory, and loads of it what lies before the diagonal"]
+
+
 CHOICES = {"num_warps": (1, 2, 4, 8), "max_registers": (0, 32, 40, 48)}
 
 
@@ -273,7 +278,7 @@ def _forward(
         )  # fmt: skip
 
 
-@register_kernel("softmax", backend="hopper_causal", rank=26, rejects=_reasons)
+@register_kernel("softmax", backend="hopper_causal", rank=26, rejects=_reasons, tells=_tells, plans=rehearsed)
 @optimize_kernel(space=Space(dims=lambda x, scale, causal: row_dims(x), default=_default, choices=CHOICES))
 def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: CausalConfig) -> Tensor:
     """y of `softmax`."""
@@ -283,7 +288,7 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Caus
     return y
 
 
-@register_kernel("softmax_dropout", backend="hopper_causal", rank=26, rejects=_reasons)
+@register_kernel("softmax_dropout", backend="hopper_causal", rank=26, rejects=_reasons, tells=_tells, plans=rehearsed)
 @optimize_kernel(
     space=Space(dims=lambda x, seed, p, scale, causal: row_dims(x), default=_dropout_default, choices=CHOICES)
 )
@@ -303,7 +308,9 @@ def softmax_dropout(
     return out, top, total
 
 
-@register_kernel("softmax_dropout_vjp", backend="hopper_causal", rank=26, rejects=_vjp_reasons)
+@register_kernel(
+    "softmax_dropout_vjp", backend="hopper_causal", rank=26, rejects=_vjp_reasons, tells=_tells, plans=rehearsed
+)
 @optimize_kernel(
     space=Space(
         dims=lambda dout, x, seed, top, total, p, scale, causal: row_dims(x, dout),

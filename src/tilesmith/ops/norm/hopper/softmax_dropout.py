@@ -59,7 +59,7 @@ from tilesmith.device.gluon.rows_held import (
 from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, mbarriers, reinterpret, tma_load
 from tilesmith.device.rows import rows
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.hopper.softmax import (
     LOG2E,
     LOWEST,
@@ -407,12 +407,12 @@ def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) ->
 
 
 def _tells(x: Tensor, scale: float, config: PartsConfig) -> list[str]:
-    """Which of the two forwards serves x."""
+    """How a forward divides its rows."""
     cols = x.shape[-1]
     if _held(x.dtype, scale):
         parts = ctas_of_row(parts_of(cols, config), cols)
-        return [f"softmax_dropout_fwd_whole_parts_kernel: {parts} in shared memory, loaded by TMA"]
-    return parts_tells("softmax_dropout_fwd_parts_kernel", cols, config)
+        return [f"{parts} in shared memory, loaded by TMA"]
+    return parts_tells(cols, config)
 
 
 @register_kernel(
@@ -421,6 +421,7 @@ def _tells(x: Tensor, scale: float, config: PartsConfig) -> list[str]:
     rank=25,
     rejects=_reasons,
     tells=lambda x, seed, p, scale, causal, *, config: _tells(x, scale, config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -467,7 +468,8 @@ def softmax_dropout(
     backend="hopper",
     rank=25,
     rejects=_vjp_reasons,
-    tells=lambda dout, x, *_, config: held_tells("softmax_dropout_bwd_parts_kernel", x.shape[-1], config),
+    tells=lambda dout, x, *_, config: held_tells(x.shape[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.dropout import dropout_flags, kernel_numbers, kernel_seed
-from tilesmith.engine import Space, optimize_kernel, register_kernel
+from tilesmith.engine import Space, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
     dropout_add_norm_arguments,
     dropout_add_norm_vjp_arguments,
@@ -46,6 +46,7 @@ def _reasons(call: Any) -> list[str]:
     rank=20,
     rejects=_reasons,
     tells=dropout_add_norm_arguments(norms.forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -85,6 +86,7 @@ def _vjp_dims(dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | 
     rank=20,
     rejects=_reasons,
     tells=dropout_add_norm_vjp_arguments(norms.backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

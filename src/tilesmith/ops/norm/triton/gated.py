@@ -11,7 +11,7 @@ from torch import Tensor
 from tilesmith.device.rows import dense, rows
 from tilesmith.device.triton.activations import activate
 from tilesmith.device.triton.column_sums import add_partials, partial_rows
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 
 MAX_COLUMNS = 8192  # a backward holds rows of x, gate and dy, and a row of sums, in registers
 
@@ -144,8 +144,8 @@ def _default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype, each: int, 
     return GatedConfig(tile, max(1, min(16, tile // each // max(arch.warp, 16))), 4 * max(arch.sms, 1))
 
 
-def _tells(call: str, cols: int, config: GatedConfig) -> list[str]:
-    return [f"{call}: blocks of {_block(cols, config)['BLOCK_ROWS']} x {cols} are held in registers and read once"]
+def _tells(cols: int, config: GatedConfig) -> list[str]:
+    return [f"blocks of {_block(cols, config)['BLOCK_ROWS']} x {cols} are held in registers and read once"]
 
 
 _CHOICES = {"tile": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8, 16)}
@@ -156,7 +156,8 @@ _CHOICES = {"tile": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8, 16)}
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda x, *rest, config: _tells("rms_norm_gated_kernel", x.shape[-1] // rest[-1], config),
+    tells=lambda x, *rest, config: _tells(x.shape[-1] // rest[-1], config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -198,7 +199,8 @@ def rms_norm_gated(
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda dy, x, *rest, config: _tells("rms_norm_gated_vjp_kernel", x.shape[-1] // rest[-2], config),
+    tells=lambda dy, x, *rest, config: _tells(x.shape[-1] // rest[-2], config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

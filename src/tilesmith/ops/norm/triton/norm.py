@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_steps, row_values, rows
 from tilesmith.device.triton.column_sums import add_partials, partial_rows
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
     Norm,
     NormGradient,
@@ -79,27 +79,26 @@ def row_plan(cols: int, config: ForwardConfig | BackwardConfig) -> RowPlan:
 
 
 def forward_tells(call, *, config: ForwardConfig) -> list[str]:
-    """Which kernel a forward launches, and why."""
+    """How a forward reads its rows."""
     plan = row_plan(call.x.shape[-1], config)
     if plan.in_registers:
-        return [f"norm_fwd_kernel: blocks of {plan.block_rows} x {plan.cols} are held in registers and read once"]
+        return [f"blocks of {plan.block_rows} x {plan.cols} are held in registers and read once"]
     return [
-        f"norm_fwd_wide_kernel: rows of {plan.cols} columns are read twice, in blocks of {plan.block_cols}: statistics "
-        "first, then the output"
+        f"rows of {plan.cols} columns are read twice, in blocks of {plan.block_cols}: statistics first, then the output"
     ]
 
 
 def backward_tells(call, *, config: BackwardConfig) -> list[str]:
-    """Which kernels a backward launches, and why."""
+    """How a backward reads its rows."""
     norm = gradient_of(call)
     if norm.dy is None and "seed" not in call._fields:
         return ["no kernel: y has no gradient, so that of the residual is a copy of ds"]
     plan = row_plan(norm.x.shape[-1], config)
     if plan.in_registers:
-        return [f"norm_bwd_kernel: blocks of {plan.block_rows} x {plan.cols} are held in registers and read once"]
-    told = [f"norm_bwd_kernel: CTAs work on {plan.block_cols} columns of rows of {plan.cols}"]
+        return [f"blocks of {plan.block_rows} x {plan.cols} are held in registers and read once"]
+    told = [f"CTAs work on {plan.block_cols} columns of rows of {plan.cols}"]
     if norm.output_mask[0]:
-        told.insert(0, f"norm_bwd_rows_kernel: the means over whole rows, which blocks of {plan.block_cols} lack")
+        told.insert(0, f"the means over whole rows are computed before, which blocks of {plan.block_cols} columns lack")
     return told
 
 
@@ -300,7 +299,14 @@ BACKWARD_CHOICES = {
 }
 
 
-@register_kernel("rms_norm", backend="triton", rank=20, rejects=norm_reasons, tells=rms_norm_arguments(forward_tells))
+@register_kernel(
+    "rms_norm",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=rms_norm_arguments(forward_tells),
+    plans=rehearsed,
+)
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norm_dims(x, x, weight),
@@ -316,7 +322,12 @@ def rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Tenso
 
 
 @register_kernel(
-    "rms_norm_vjp", backend="triton", rank=20, rejects=norm_reasons, tells=rms_norm_vjp_arguments(backward_tells)
+    "rms_norm_vjp",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=rms_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -332,7 +343,12 @@ def rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "layer_norm", backend="triton", rank=20, rejects=norm_reasons, tells=layer_norm_arguments(forward_tells)
+    "layer_norm",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=layer_norm_arguments(forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -351,7 +367,12 @@ def layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[Ten
 
 
 @register_kernel(
-    "layer_norm_vjp", backend="triton", rank=20, rejects=norm_reasons, tells=layer_norm_vjp_arguments(backward_tells)
+    "layer_norm_vjp",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=layer_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -367,7 +388,12 @@ def layer_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor, Ten
 
 
 @register_kernel(
-    "add_rms_norm", backend="triton", rank=20, rejects=norm_reasons, tells=add_rms_norm_arguments(forward_tells)
+    "add_rms_norm",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=add_rms_norm_arguments(forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -389,6 +415,7 @@ def add_rms_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple[T
     rank=20,
     rejects=norm_reasons,
     tells=add_rms_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -404,7 +431,12 @@ def add_rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "add_layer_norm", backend="triton", rank=20, rejects=norm_reasons, tells=add_layer_norm_arguments(forward_tells)
+    "add_layer_norm",
+    backend="triton",
+    rank=20,
+    rejects=norm_reasons,
+    tells=add_layer_norm_arguments(forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -425,6 +457,7 @@ def add_layer_norm(call, *, config: ForwardConfig, hidden: bool = True) -> tuple
     rank=20,
     rejects=norm_reasons,
     tells=add_layer_norm_vjp_arguments(backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

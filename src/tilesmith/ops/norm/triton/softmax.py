@@ -13,7 +13,7 @@ from tilesmith.device.dropout import dropout_flags, kernel_numbers, kernel_seed
 from tilesmith.device.rows import empty_rows, row_order, row_steps, rows
 from tilesmith.device.triton.dropout import keep_block, keep_or_0, keep_tile
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, releases
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed, releases
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # `_weights` may be off by 2**-24 of the exponent, unseen in 16 bits; not in rows of few columns, of whose dx nothing is
@@ -340,6 +340,7 @@ class SoftmaxConfig(NamedTuple):
     max_registers: int = 0
 
 
+ONLINE, SUMS = "an online softmax", "the sums"
 MAX_HELD = 32_768  # columns; compiling wider tiles takes minutes, and they spill
 
 
@@ -350,17 +351,14 @@ def _block_cols(cols: int, config: SoftmaxConfig) -> int:
     return config.block_cols
 
 
-def _tells(kernels: tuple[Any, Any], x: Tensor, causal: bool, config: SoftmaxConfig) -> list[str]:
-    """Which of `kernels`, as `_launch` takes them, serves x."""
-    cols, (held, wide) = x.shape[-1], kernels
+def _tells(first: str, x: Tensor, causal: bool, config: SoftmaxConfig) -> list[str]:
+    """How the rows of x are read. first: what is computed of rows that are read twice before the output."""
+    cols = x.shape[-1]
     width = _block_cols(cols, config)
     if width >= cols:
         block_rows = max(1, config.tile // width)
-        return [f"{held.__name__}: blocks of {block_rows} x {cols} are held in registers and read once"]
-    online = "an online softmax" if kernels is FORWARD else "the sums"
-    told = (
-        f"{wide.__name__}: rows of {cols} columns are read twice, in blocks of {width}: {online} first, then the output"
-    )
+        return [f"blocks of {block_rows} x {cols} are held in registers and read once"]
+    told = f"rows of {cols} columns are read twice, in blocks of {width}: {first} first, then the output"
     return [told + ("; blocks beyond the diagonal are not read" if causal else "")]
 
 
@@ -476,7 +474,8 @@ FORWARD, BACKWARD = (_softmax_fwd_kernel, _softmax_fwd_wide_kernel), (_softmax_b
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda x, scale, causal, *, config: _tells(FORWARD, x, causal, config),
+    tells=lambda x, scale, causal, *, config: _tells(ONLINE, x, causal, config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -500,7 +499,8 @@ def softmax(x: Tensor, scale: float = 1.0, causal: bool = False, *, config: Soft
     backend="triton",
     rank=20,
     rejects=_vjp_reasons,
-    tells=lambda dy, y, scale, causal, *, config: _tells(BACKWARD, y, causal, config),
+    tells=lambda dy, y, scale, causal, *, config: _tells(SUMS, y, causal, config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -524,7 +524,8 @@ def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool, *, config: So
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda x, seed, p, scale, causal, *, config: _tells(FORWARD, x, causal, config),
+    tells=lambda x, seed, p, scale, causal, *, config: _tells(ONLINE, x, causal, config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(
@@ -556,7 +557,8 @@ def softmax_dropout(
     backend="triton",
     rank=20,
     rejects=_reasons,
-    tells=lambda dout, x, seed, top, total, p, scale, causal, *, config: _tells(BACKWARD, x, causal, config),
+    tells=lambda dout, x, seed, top, total, p, scale, causal, *, config: _tells(SUMS, x, causal, config),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(

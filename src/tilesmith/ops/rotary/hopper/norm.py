@@ -9,7 +9,7 @@ from torch import Tensor
 from tilesmith.device.alignment import aligned_vector, tma_view
 from tilesmith.device.gluon.shim import TensorDescriptor, gl
 from tilesmith.device.triton.column_sums import add_partials
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments, rms_norm_rope_vjp_arguments
 from tilesmith.ops.rotary.hopper.norm_backward import norm_rope_bwd_tiles_kernel
@@ -214,7 +214,23 @@ CHOICES = {"steps": (1, 2, 4), "num_warps": (2, 4, 8)}
 LOOP_CHOICES = {**CHOICES, "num_warps": (1, 2, 4, 8), "slots": (1, 2, 3), "per_sm": (1, 2, 4, 6, 8)}
 
 
-@register_kernel("rms_norm_rope", backend="hopper", rank=25, rejects=_forward_reasons)
+def _tells(call) -> list[str]:
+    """How q and k are shared out."""
+    sides = "q" if call.k is None else "q and k, each with CTAs of its own"
+    normalised = (
+        "a row of all heads is normalised as one" if call.norm_dim == "row" else "heads are normalised one by one"
+    )
+    return [f"one launch for {sides}, {normalised}"]
+
+
+@register_kernel(
+    "rms_norm_rope",
+    backend="hopper",
+    rank=25,
+    rejects=_forward_reasons,
+    tells=rms_norm_rope_arguments(_tells),
+    plans=rehearsed,
+)
 @optimize_kernel(space=Space(default=_forward_default, dims=lambda q, k, *rest: _dims(q, k, rest[9]), choices=CHOICES))
 @rms_norm_rope_arguments
 def rms_norm_rope(call, *, config: TilesConfig) -> tuple[Tensor, Tensor]:
@@ -250,7 +266,14 @@ def rms_norm_rope(call, *, config: TilesConfig) -> tuple[Tensor, Tensor]:
     return outs[0], outs[1] if len(outs) > 1 else q.new_empty(0)
 
 
-@register_kernel("rms_norm_rope_vjp", backend="hopper", rank=25, rejects=_vjp_reasons)
+@register_kernel(
+    "rms_norm_rope_vjp",
+    backend="hopper",
+    rank=25,
+    rejects=_vjp_reasons,
+    tells=rms_norm_rope_vjp_arguments(_tells),
+    plans=rehearsed,
+)
 @optimize_kernel(
     space=Space(
         default=_backward_default,

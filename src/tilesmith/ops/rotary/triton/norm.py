@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense
 from tilesmith.device.triton.column_sums import add_partials, partial_rows, starts_early
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.rotary.arguments import rms_norm_rope_arguments, rms_norm_rope_vjp_arguments
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
@@ -101,19 +101,17 @@ def _launch_tells(q_weight: Tensor | None, k: Tensor | None, k_weight: Tensor | 
 
 
 def _forward_tells(call, *, config: NormRopeConfig) -> list[str]:
-    together = _launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")
-    return [f"rms_norm_rope_fwd_kernel: {together}"]
+    return [_launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")]
 
 
 def _backward_tells(call, *, config: NormRopeConfig) -> list[str]:
     sides = _sides(call)
     if None in sides:
         found = [name for name, side in zip("qk", sides) if side is not None]
-        return [f"rms_norm_rope_bwd_kernel: one launch, for {found[0]}"] if found else ["no kernel: nothing is wanted"]
+        return [f"one launch, for {found[0]}"] if found else ["no kernel: nothing is wanted"]
     if not _alike(sides):
-        return ["rms_norm_rope_bwd_kernel: one launch for q and one for k: different gradients of them are wanted"]
-    together = _launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")
-    return [f"rms_norm_rope_bwd_kernel: {together}"]
+        return ["one launch for q and one for k: different gradients of them are wanted"]
+    return [_launch_tells(call.q_weight, call.k, call.k_weight, call.norm_dim == "row")]
 
 
 def _sides(call) -> list[tuple[bool, bool] | None]:
@@ -270,7 +268,12 @@ LOOP_CHOICES = {**CHOICES, "steps": (1, 2, 4), "num_stages": (1, 2, 3, 4), "prog
 
 
 @register_kernel(
-    "rms_norm_rope", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_rope_arguments(_forward_tells)
+    "rms_norm_rope",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=rms_norm_rope_arguments(_forward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(space=Space(default=_forward_default, dims=lambda q, k, *_: _size(q, k), choices=CHOICES))
 @rms_norm_rope_arguments
@@ -292,7 +295,12 @@ def rms_norm_rope(call, *, config: NormRopeConfig) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel(
-    "rms_norm_rope_vjp", backend="triton", rank=20, rejects=_reasons, tells=rms_norm_rope_vjp_arguments(_backward_tells)
+    "rms_norm_rope_vjp",
+    backend="triton",
+    rank=20,
+    rejects=_reasons,
+    tells=rms_norm_rope_vjp_arguments(_backward_tells),
+    plans=rehearsed,
 )
 @optimize_kernel(
     space=Space(default=_backward_default, dims=lambda dq_out, dk_out, q, k, *_: _size(q, k), choices=LOOP_CHOICES)

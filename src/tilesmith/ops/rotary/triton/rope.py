@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.rotary.arguments import rope_arguments, rope_vjp_arguments
 from tilesmith.ops.rotary.rows import row_stride, rows_grid
 
@@ -273,7 +273,7 @@ ROPE_SPACE = Space(default=_default, dims=_dims, choices=CHOICES)
 ROPE_VJP_SPACE = Space(default=_default, dims=_vjp_dims, choices=CHOICES)
 
 
-@register_kernel("rope", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("rope", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=ROPE_SPACE)
 @rope_arguments
 def rope(call, *, config: RopeConfig) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ def rope(call, *, config: RopeConfig) -> tuple[Tensor, Tensor]:
     return _rotate(*call, False, config)
 
 
-@register_kernel("rope_vjp", backend="triton", rank=20, rejects=_vjp_reasons)
+@register_kernel("rope_vjp", backend="triton", rank=20, rejects=_vjp_reasons, plans=rehearsed)
 @optimize_kernel(space=ROPE_VJP_SPACE)
 @rope_vjp_arguments
 def rope_vjp(call, *, config: RopeConfig) -> tuple[Tensor, Tensor]:

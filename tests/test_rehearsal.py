@@ -1,0 +1,146 @@
+"""Plans that a launcher's own run gives: without memory, without launches, and without touching other threads."""
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilesmith.engine import Op, cases, launch, launcher, ops, register_kernel, rehearsed
+from tilesmith.engine.launcher import in_place_of_launches
+from tilesmith.engine.registry import DECLARED
+from tilesmith.engine.rehearsal import launches_of
+from tilesmith.hardware.detect import arch_named, arch_of, assuming
+from tilesmith.validate.trial import _size
+
+SM90 = arch_named("sm90")
+CPU = torch.device("cpu")
+
+
+def _device_kernel(name: str):
+    return SimpleNamespace(__name__=name, arg_names=["x_ptr", "count", "BLOCK"])
+
+
+def _launcher(x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+    """Launches by alignment, size, identity and architecture."""
+    out = torch.empty_like(x)
+    name = "aligned" if x.data_ptr() % 16 == 0 else "shifted"
+    launch(_device_kernel(f"{name}_kernel"), (x.shape[0], 1), x, count=7, BLOCK=64, num_warps=1, maxnreg=None)
+    for _ in range(2 if more is x else 0):
+        launch(_device_kernel("twice_kernel"), (arch_of(x.device).sms,), x, num_warps=8, cluster=2)
+    return out
+
+
+@pytest.mark.parametrize("offset", range(5))
+def test_addresses_keep_their_alignment(offset):
+    x = torch.ones(4, 9)[:, offset : offset + 4]
+    name = "aligned" if x.data_ptr() % 16 == 0 else "shifted"
+    assert [step.kernel for step in launches_of(_launcher, (x,), SM90)] == [f"{name}_kernel"]
+
+
+def test_what_is_kept_of_tensors():
+    seen = []
+
+    def look(*args):
+        seen.extend(args)
+
+    x = torch.ones(3, 8, requires_grad=True)
+    launches_of(look, (x, x.t(), x, [x, None], 0.5, torch.empty(0, 4), torch.tensor(1.0), x[:1].expand(5, 8)), SM90)
+    assert {t.device.type for t in (*seen[:3], seen[3][0], *seen[5:])} == {"meta"}
+    assert seen[0] is seen[2] and seen[0] is seen[3][0] and seen[3][1] is None and seen[4] == 0.5
+    shapes = [(tuple(t.shape), t.stride()) for t in (seen[0], seen[1], *seen[5:])]
+    assert shapes == [((3, 8), (8, 1)), ((8, 3), (1, 8)), ((0, 4), (4, 1)), ((), ()), ((5, 8), (0, 1))]
+
+
+def test_the_architecture_is_the_one_asked_about():
+    x = torch.ones(4, 4)
+    steps = launches_of(_launcher, (x, x), SM90)
+    assert [step.kernel for step in steps][1:] == ["twice_kernel", "twice_kernel"] and steps[1].grid == (SM90.sms,)
+    assert launches_of(_launcher, (x, x), arch_named("sm80"))[1].grid == (arch_named("sm80").sms,)
+
+
+@pytest.fixture(scope="module")
+def copied():
+    def copied(x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        return x.clone()
+
+    yield Op(copied)
+    del DECLARED["copied"]
+
+
+def test_the_lines_of_a_plan(copied):
+    register_kernel("copied", backend="made_up", plans=rehearsed, tells=lambda *args, arch: [f"on {arch.name}"])(
+        _launcher
+    )
+    x = torch.ones(4, 4)
+    plan = copied.kernel("made_up").plans(x, x, arch=SM90)
+    assert plan.lines() == [
+        "1. aligned_kernel on 4 CTAs of 1 warp (BLOCK 64)",
+        f"2. twice_kernel on {SM90.sms} CTAs of 8 warps (cluster 2), 2 times",
+        "on sm90",
+    ]
+    assert copied.kernel("made_up").tells(x, x, arch=SM90) == plan.lines()
+
+
+def test_a_launcher_that_reads_values_has_a_problem_for_a_plan(copied):
+    def reads(x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        return x * x.sum().item()
+
+    register_kernel("copied", backend="made_up", plans=rehearsed)(reads)
+    plan = copied.kernel("made_up").plans(torch.ones(3), arch=SM90)
+    assert plan.steps is None and plan.lines()[0].startswith("its launches are not known before the call: ")
+
+
+def test_each_thread_notes_its_own_launches():
+    """What another thread launches meanwhile is not lost to a rehearsal in this one."""
+    other, noted = [], []
+
+    def elsewhere():
+        with in_place_of_launches(lambda kernel, *given: other.append(kernel.__name__)):
+            launch(_device_kernel("other_kernel"), (1,))
+
+    with in_place_of_launches(lambda kernel, *given: noted.append(kernel.__name__)):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert other == ["other_kernel"] and noted == []
+        launch(_device_kernel("own_kernel"), (1,))
+        with in_place_of_launches(lambda *given: noted.append("inner")):
+            launch(_device_kernel("own_kernel"), (1,))
+        launch(_device_kernel("own_kernel"), (1,))
+    assert noted == ["own_kernel", "inner", "own_kernel"] and not launcher._instead
+
+
+def test_a_failed_rehearsal_gives_launches_back():
+    with pytest.raises(RuntimeError):
+        launches_of(lambda x: x.sum().item(), (torch.ones(3),), SM90)
+    assert not launcher._instead
+
+
+HIDING = [
+    (op.name, backend)
+    for op in list(ops().values())
+    for backend in op.backends()
+    if backend.startswith(("triton", "hopper")) and op.name in ("rms_norm", "layer_norm", "add_rms_norm", "experts")
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), HIDING)
+def test_without_outputs_for_a_gradient_no_other_kernels_are_launched(name, backend):
+    """A trial knows the plan of the call that keeps them."""
+    pytest.importorskip("triton")
+    op, kernel = ops()[name], ops()[name].kernel(backend)
+    configure, seen = kernel.fn.configure, 0
+    for case in [c for c in cases(name) if _size(c) <= 2**21]:
+        dtype = case.dtypes[-1]
+        args = op.bind((), case.build(CPU, dtype, case.generator()))
+        with assuming(SM90):
+            if kernel.rejects(op._describe(*args)._replace(arch=SM90)):
+                continue
+            config, seen = configure.on(SM90, args, {}), seen + 1
+        whole = {step.kernel for step in launches_of(partial(configure.fn, config=config), args, SM90)}
+        if configure.hides:
+            bare = launches_of(partial(configure.fn, config=config, hidden=False), args, SM90)
+            assert {step.kernel for step in bare} <= whole, case.name
+    assert seen

@@ -1,0 +1,73 @@
+"""`explain` names the device kernels of launchers without plans as data that a profiler then shows."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from tilesmith.engine import cases, use
+from tilesmith.engine import ops as declared
+from tilesmith.engine.backends import missing, triton_missing
+from tilesmith.validate.cases import pins_of
+from tilesmith.validate.trial import _size
+
+if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
+    pytest.skip("needs an NVIDIA GPU and Triton", allow_module_level=True)
+
+CUDA = torch.device("cuda")
+NAMES = (
+    "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "dropout_add_norm", "rms_norm_gated", "softmax",
+    "softmax_dropout", "cross_entropy", "linear_cross_entropy", "rope", "rms_norm_rope", "experts", "experts_fp8",
+)  # fmt: skip
+SERVED = [(name, backend) for name in NAMES for backend in declared()[name].backends() if backend != "reference"]
+
+
+def _shown(fn, *args):
+    """What fn(*args) returns, and the names of Triton's kernels in it; those of libraries are C++ declarations."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        out = fn(*args)
+        torch.cuda.synchronize()
+    return out, {event.name for event in profile.events() if re.fullmatch(r"\w+_kernel", event.name)}
+
+
+def _named(choice) -> set[str]:
+    return set(re.findall(r"^\s+\d+\. (\w+_kernel) on ", str(choice), re.MULTILINE))
+
+
+def _explained(op, args, **given):
+    """None where the pinned kernel rejects the call."""
+    try:
+        return op.explain(*args, **given)
+    except NotImplementedError:
+        return None
+
+
+def _compared(op, args, case) -> bool:
+    """Whether the pinned kernels take this call; then what they launch is what is explained."""
+    forward = _explained(op, args)
+    if forward is None:
+        return False
+    outs, shown = _shown(op, *args)
+    assert shown == _named(forward), (case.name, str(forward))
+    outs = [o for o in (outs if isinstance(outs, tuple) else (outs,)) if o.requires_grad]
+    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    backward = _explained(op, args, gradient=True) if outs and leaves and op.vjp is not None else None
+    if backward is not None and backward.kernel.plans is not None:
+        given = [torch.randn_like(o) for o in outs]
+        _, shown = _shown(partial(torch.autograd.grad, allow_unused=True), outs, leaves, given)
+        assert shown == _named(backward), (case.name, str(backward))
+    return True
+
+
+@pytest.mark.parametrize(("name", "backend"), SERVED)
+def test_explain_names_the_kernels_that_a_profiler_shows(name, backend):
+    op, compared = declared()[name], 0
+    if missing(backend, CUDA) or op.kernel(backend).plans is None:
+        pytest.skip(f"{backend} has no plans, or no such device")
+    for case in (case for case in cases(name) if _size(case) <= 2**22):
+        dtype = torch.bfloat16 if torch.bfloat16 in case.dtypes else case.dtypes[0]
+        args = op.bind((), case.build(CUDA, dtype, case.generator()))
+        with use(**pins_of(op, backend)):
+            compared += _compared(op, args, case)
+    assert compared, f"no case is one that {backend} takes"
