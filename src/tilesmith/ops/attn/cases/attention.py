@@ -377,6 +377,8 @@ ATTENTION = [
     Case("d256_packed", attend(
         1, 4, 2, 700, 700, 256, causal=True, cu_seqlens_q=(300, 5, 390), cu_seqlens_k=(300, 5, 390)), GPU, HALF),
     Case("d256_tiles", attend(2, 4, 2, 520, 520, 256, init=tokens_first, causal=True), GPU, HALF),
+    Case("d256_many_tiles", attend(2, 12, 4, 1040, 1000, 256, init=tokens_first, causal=True), GPU, HALF),
+    Case("d256_many_tiles_full", attend(2, 12, 6, 1040, 1100, 256, softcap=20.0), GPU, HALF),
     Case("d64_more_queries", attend(2, 4, 2, 300, 130, 64, causal=True), GPU, HALF),
     Case("d64_long", attend(1, 4, 2, 500, 2100, 64), GPU, HALF),
     Case("d64_causal_long", attend(1, 4, 2, 700, 8300, 64, init=tokens_first, causal=True, sinks=True), GPU, HALF),
