@@ -108,6 +108,34 @@ def scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, ov
     return out
 
 
+@triton.jit
+def _scale_rows_kernel(
+    rows_ptr, out_ptr, factors_ptr, dloss_ptr, cols, OVER: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A row of [N, K] times its factor and dloss (None: 1); 0 where that is 0. OVER: out is rows, so that a factor of
+    1 costs no traffic."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factors_ptr + row).to(tl.float32)
+    if dloss_ptr is not None:
+        factor *= tl.load(dloss_ptr).to(tl.float32)
+    end = tl.where(factor == 1, 0, cols) if OVER else cols
+    for start in range(0, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        found = tl.load(rows_ptr + row * cols + at, mask=at < cols, other=0.0).to(tl.float32)
+        scaled = tl.where(factor == 0, 0.0, found * factor)
+        tl.store(out_ptr + row * cols + at, scaled.to(out_ptr.dtype.element_ty), mask=at < cols)
+
+
+def scaled_rows(rows: Tensor, factors: Tensor, dloss: Tensor | None, over: bool) -> Tensor:
+    """`LogitSteps.scale_rows`; dloss None: 1."""
+    out = rows if over else torch.empty_like(rows)
+    if out.numel():
+        block = min(2048, next_power_of_2(rows.shape[1]))
+        grid = (rows.shape[0],)
+        launch(_scale_rows_kernel, grid, rows, out, factors, dloss, rows.shape[1], OVER=over, BLOCK=block, num_warps=4)
+    return out
+
+
 def reduce_tokens(
     losses: Tensor | None,
     lse: Tensor | None,

@@ -61,7 +61,7 @@ def cross_entropy_vjp(call) -> Tensor:
 
 @register_kernel("linear_cross_entropy", backend="chunked", rank=10)
 @linear_cross_entropy_arguments
-def linear_cross_entropy(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunks of tokens, swept in place by PyTorch's own element-wise ops."""
     check_labels(call.target, call.weight.shape[0], call.ignore_index)
     return chunks.linear_cross_entropy(STEPS, call)
@@ -144,6 +144,14 @@ def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, ov
     return out
 
 
+def _scale_rows(rows: Tensor, factors: Tensor, dloss: Tensor, over: bool) -> Tensor:
+    out, every = rows if over else torch.empty_like(rows), (factors * dloss)[:, None]
+    for part in blocks(rows):
+        taken = every[part]
+        out[part] = torch.where(taken == 0, 0.0, rows[part].to(taken.dtype) * taken).to(rows.dtype)
+    return out
+
+
 def _divide(
     target: Tensor, class_weight: Tensor | None, terms: Terms, classes: int, dtype: torch.dtype, reduction: str
 ) -> Tensor:
@@ -163,7 +171,7 @@ def _reduce(
     return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
 
 
-STEPS = chunks.LogitSteps(_forward, _backward, _divide, _reduce, _scale)
+STEPS = chunks.LogitSteps(_forward, _backward, _divide, _reduce, _scale, _scale_rows)
 KEEPING_STEPS = STEPS._replace(forward=partial(_forward, copied=True))
 
 
