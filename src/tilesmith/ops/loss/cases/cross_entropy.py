@@ -238,6 +238,7 @@ CASES: dict[str, list[Case]] = {
         Case("llama3_parts", _linear(700, 512, 128_256, chunk_tokens=300, bias=True, z_loss=1e-4), BIG, HALF),
         Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), BIG),
         Case("gemma3_kept", _linear(700, 640, 262_144, mode="keep", every=9), BIG, BF16),
+        Case("exp2_kept_many", _linear(2304, 64, 8208, mode="keep"), BIG | {"compile"}, BF16),
         Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), BIG, WIDE),
         *(
             case
