@@ -71,7 +71,7 @@ def _inputs(tokens, hidden, classes, steep=False):
     x, weight = (torch.randn(n, hidden, generator=generator) for n in (tokens, classes))
     if steep:
         x[::3] = 0
-        x[::3, hidden // 2] = 1024
+        x[torch.arange(0, tokens, 3), torch.arange(0, tokens, 3) % hidden] = 1024
     target = torch.randint(classes, (tokens,), generator=generator)
     target[2::17] = -100
     return x.bfloat16(), (weight / hidden**0.5).bfloat16(), target
