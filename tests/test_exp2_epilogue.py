@@ -84,8 +84,8 @@ def _inputs(tokens, hidden, classes, steep=False):
 )
 def test_gradients_are_as_exact_as_one_product(launches, steep, weighted, reduction, mode):
     """Within twice, for dx 2.1 times (`test_losses`), what products of the exact gradient of the logits, rounded to
-    bf16, are off by. Steep: exponentials of some rows overflow, and are computed a second time; with weights of classes,
-    since one number rounded well makes a row of theirs.
+    bf16, are off by. Steep: exponentials of some rows overflow, and are computed a second time; with weights of
+    classes, since one number rounded well makes a row of theirs.
     """
     x, weight, target = _inputs(150, 136, 4368, steep)
     class_weight = torch.linspace(0.5, 1.5, 4368) if weighted else None
