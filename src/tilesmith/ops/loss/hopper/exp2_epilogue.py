@@ -63,10 +63,22 @@ def label_scores_kernel(
 
 
 @gluon.jit
-def _exp2_of(scores, row, col, references_ptr, rows, cols, power, EVEN: gl.constexpr):
+def _references(row, LAYOUT: gl.constexpr, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr):
+    """Those of 64 rows: loaded before the products, they cost no wait after them."""
+    index = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    return gl.load(references_ptr + index, mask=index < rows, other=0.0)
+
+
+@gluon.jit
+def _factors(row, LAYOUT: gl.constexpr, references_ptr, factors_ptr, rows, cols, power):
+    index = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    return gl.load(factors_ptr + index, mask=index < rows, other=0.0)
+
+
+@gluon.jit
+def _exp2_of(scores, references, col, cols, power, EVEN: gl.constexpr):
     """2^(score - reference) for some columns of 64 rows, and their sums."""
-    index = row + gl.arange(0, 64, gl.SliceLayout(1, scores.type.layout))
-    exps = gl.exp2(scores * power - gl.load(references_ptr + index, mask=index < rows, other=0.0)[:, None])
+    exps = gl.exp2(scores * power - references[:, None])
     if not EVEN:
         within = col + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)) < cols
         exps = gl.where(within[None, :], exps, 0.0)
@@ -75,25 +87,25 @@ def _exp2_of(scores, row, col, references_ptr, rows, cols, power, EVEN: gl.const
 
 @gluon.jit
 def _exp2_epilogue(
-    acc, row, col, out_desc, tile, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr
+    acc, references, row, col, out_desc, tile, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr
 ):  # fmt: skip
     """The epilogue. One half of the tile is stored by TMA while the exponentials of the other are computed."""
     left, right = split_columns(acc)
-    exps, total = _exp2_of(left, row, col, references_ptr, rows, cols, power, EVEN)
+    references = gl.convert_layout(references, gl.SliceLayout(1, left.type.layout))
+    exps, total = _exp2_of(left, references, col, cols, power, EVEN)
     store_half_tile(exps, row, col, out_desc, tile)
-    exps, more = _exp2_of(right, row, col + _COLS // 2, references_ptr, rows, cols, power, EVEN)
+    exps, more = _exp2_of(right, references, col + _COLS // 2, cols, power, EVEN)
     index = row + gl.arange(0, 64, total.type.layout)
     gl.store(sums_ptr + (col // _COLS).to(gl.int64) * rows + index, total + more, mask=index < rows)
     store_half_tile(exps, row, col + _COLS // 2, out_desc, tile)
 
 
 @gluon.jit
-def _max_epilogue(acc, row, col, out_desc, tile, references_ptr, factors_ptr, rows, cols, power):
+def _max_epilogue(acc, factors, row, col, out_desc, tile, references_ptr, factors_ptr, rows, cols, power):
     index = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
     within = col + gl.arange(0, _COLS, gl.SliceLayout(0, acc.type.layout)) < cols
     most = gl.max(gl.where(within[None, :], acc * power, float("-inf")), 1)
-    overflowed = gl.load(factors_ptr + index, mask=index < rows, other=0.0) == float("inf")
-    gl.atomic_max(references_ptr + index, most, mask=overflowed)
+    gl.atomic_max(references_ptr + index, most, mask=factors == float("inf"))
 
 
 @gluon.jit
@@ -105,7 +117,7 @@ def exp2_matmul_kernel(
     if again_ptr is not None:
         tiles_m *= gl.load(again_ptr)
     extra = (references_ptr, sums_ptr, rows, cols, power, EVEN)
-    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _exp2_epilogue)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _references, _exp2_epilogue)
 
 
 @gluon.jit
@@ -115,7 +127,7 @@ def max_matmul_kernel(
     """The largest score of each row whose factor is inf, into its reference, which is -inf."""
     extra = (references_ptr, factors_ptr, rows, cols, power)
     tiles_m *= gl.load(again_ptr)
-    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _max_epilogue)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _factors, _max_epilogue)
 
 
 @triton.jit
