@@ -110,10 +110,12 @@ def scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, ov
 
 @triton.jit
 def _scale_rows_kernel(
-    rows_ptr, out_ptr, factors_ptr, dloss_ptr, cols, OVER: tl.constexpr, BLOCK: tl.constexpr
+    rows_ptr, out_ptr, factors_ptr, dloss_ptr, cols, OVER: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
     """A row of [N, K] times its factor and dloss (None: 1); 0 where that is 0. OVER: out is rows, so that a factor of
-    1 costs no traffic."""
+    1 costs no traffic. CHAINED: launched by PDL."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors_ptr + row).to(tl.float32)
     if dloss_ptr is not None:
@@ -130,9 +132,10 @@ def scaled_rows(rows: Tensor, factors: Tensor, dloss: Tensor | None, over: bool)
     """`LogitSteps.scale_rows`; dloss None: 1."""
     out = rows if over else torch.empty_like(rows)
     if out.numel():
-        block = min(2048, next_power_of_2(rows.shape[1]))
-        grid = (rows.shape[0],)
-        launch(_scale_rows_kernel, grid, rows, out, factors, dloss, rows.shape[1], OVER=over, BLOCK=block, num_warps=4)
+        launch(
+            _scale_rows_kernel, (rows.shape[0],), rows, out, factors, dloss, rows.shape[1],
+            OVER=over, BLOCK=min(2048, next_power_of_2(rows.shape[1])), num_warps=4, **chained(rows.device),
+        )  # fmt: skip
     return out
 
 

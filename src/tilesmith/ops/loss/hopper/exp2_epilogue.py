@@ -26,7 +26,8 @@ from tilesmith.device.gluon.matmul import (
     store_half_tile,
     tma_accepts,
 )
-from tilesmith.device.gluon.shim import gl, gluon
+from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait
+from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.loss.chunks import Chunks, add_product
@@ -43,10 +44,12 @@ _COLS = gl.constexpr(COLS)
 @triton.jit
 def label_scores_kernel(
     x_ptr, weight_ptr, target_ptr, scores_ptr, references_ptr, x_stride, weight_stride, hidden, classes, ignore_index,
-    again_ptr, power, BLOCK: tl.constexpr,
+    again_ptr, power, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The score of each token's label, in base 2, and the token's reference: that score, or inf where the token is
-    ignored, so that its exponentials are 0. The flag becomes 0."""
+    ignored, so that its exponentials are 0. The flag becomes 0. CHAINED, here and below: launched by PDL."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         tl.store(again_ptr, 0)
@@ -111,9 +114,11 @@ def _max_epilogue(acc, factors, row, col, out_desc, tile, references_ptr, factor
 @gluon.jit
 def exp2_matmul_kernel(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, sums_ptr, again_ptr, rows, cols, power,
-    EVEN: gl.constexpr,
+    EVEN: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """2^(score - reference) of x [C, K] and w [V, K] into out [C, V], their sums over tiles into sums [V / 256, C]."""
+    if CHAINED:
+        grid_dependency_wait()
     if again_ptr is not None:
         tiles_m *= gl.load(again_ptr)
     extra = (references_ptr, sums_ptr, rows, cols, power, EVEN)
@@ -122,9 +127,12 @@ def exp2_matmul_kernel(
 
 @gluon.jit
 def max_matmul_kernel(
-    x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, factors_ptr, again_ptr, rows, cols, power
-):
+    x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, factors_ptr, again_ptr, rows, cols, power,
+    CHAINED: gl.constexpr,
+):  # fmt: skip
     """The largest score of each row whose factor is inf, into its reference, which is -inf."""
+    if CHAINED:
+        grid_dependency_wait()
     extra = (references_ptr, factors_ptr, rows, cols, power)
     tiles_m *= gl.load(again_ptr)
     persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _factors, _max_epilogue)
@@ -134,11 +142,13 @@ def max_matmul_kernel(
 def settle_rows_kernel(
     sums_ptr, scores_ptr, references_ptr, again_ptr, x_ptr, target_ptr, class_weight_ptr, divisors_ptr, e_ptr,
     losses_ptr, lse_ptr, factors_ptr, scaled_ptr, rows, tiles, x_stride, hidden, classes, ignore_index, scale,
-    AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Losses and lse from sums [tiles, C]; e at the label; factors, and x times them. Where a sum is too large, the
     factor becomes inf, the reference -inf and the flag 1. AGAIN: only if that is 1. With divisors gradients are those
     of a mean."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     if AGAIN:
         if tl.load(again_ptr) == 0:
             return
@@ -272,30 +282,30 @@ def _exponentials(
     e = chunks.buffer[: rows * classes].view(rows, classes)
     scores, references = torch.empty_like(losses), torch.empty_like(losses)
     sums, again = losses.new_empty(cdiv(classes, COLS) * rows), target.new_empty(1, dtype=torch.int32)
-    power = terms.scale * LOG2E
+    power, early = terms.scale * LOG2E, chained(x.device)
     launch(
         label_scores_kernel, (rows,),
         x, weight, target, scores, references, x.stride(0), weight.stride(0), hidden, classes, terms.ignore_index,
-        again, power, BLOCK=1024, num_warps=4,
+        again, power, BLOCK=1024, num_warps=4, **early,
     )  # fmt: skip
     ctas, product = matmul_arguments(x, weight, e)
     sizes = rows, classes, power
 
     def launch_exp2(flag: Tensor | None) -> None:
         even = classes % COLS == 0
-        launch(exp2_matmul_kernel, (ctas,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4)
+        launch(exp2_matmul_kernel, (ctas,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4, **early)
 
     def settle(second: bool) -> None:
         launch(
             settle_rows_kernel, (cdiv(rows, 8),),
             sums, scores, references, again, x, target, class_weight, divisors, e, losses, lse, factors, scaled,
             rows, product[4], x.stride(0), hidden, classes, terms.ignore_index, terms.scale,
-            AGAIN=second, ROWS=8, TILES=256, COLS=256, num_warps=4,
+            AGAIN=second, ROWS=8, TILES=256, COLS=256, num_warps=4, **early,
         )  # fmt: skip
 
     launch_exp2(None)
     settle(False)
-    launch(max_matmul_kernel, (ctas,), *product, references, factors, again, *sizes, num_warps=4)
+    launch(max_matmul_kernel, (ctas,), *product, references, factors, again, *sizes, num_warps=4, **early)
     launch_exp2(again)
     settle(True)
     return e
