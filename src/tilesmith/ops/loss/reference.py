@@ -13,6 +13,7 @@ from tilesmith.ops.loss.reduction import (
     divisors_of,
     loss_factor,
     reduce_losses,
+    row_factors,
     token_grads,
     undivided_token_grads,
 )
@@ -159,9 +160,9 @@ def linear_cross_entropy(
     For kernels: grad_mask says which gradients (x, weight, bias) to prepare along with the loss; a call fills in those
     that autograd will ask for. Saved beside the loss: lse [...], the divisors of "mean", and what the mode keeps, else
     empty: the gradients of the undivided sum of losses (x's in its dtype, weight's in fp32 for accumulate_fp32 and for
-    fp16, whose range such sums leave, else in its dtype, bias's in fp32), and that of the logits, in x's dtype, of the
-    loss, but for a factor of each token [...], in lse's dtype: logit_grad times logit_factors is the gradient. A kernel
-    may leave any factor there where bias asks for no gradient, else 1.
+    fp16, whose range such sums leave, else in its dtype, bias's in fp32), and that of the logits, in x's dtype, but for
+    a factor of each token [...], in lse's dtype: logit_grad times logit_factors is the gradient of that sum. The
+    factors are a kernel's own affair; where bias asks for a gradient, logit_grad is that of the loss.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)
@@ -172,7 +173,7 @@ def linear_cross_entropy(
     grad_mask = gradients_now(grad_mask, reduction, mode)
     x_grad = weight_grad = bias_grad = logit_grad = logit_factors = loss.new_empty(0)
     if keeps:
-        logit_factors = torch.ones_like(loss)
+        logit_factors = divisors[0].expand(loss.shape).clone() if reduction == "mean" else torch.ones_like(loss)
         token_grad, z_grad = token_grads(loss.new_ones(()), divisors, loss.shape, reduction)
         logit_grad = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
     if any(grad_mask):
@@ -219,16 +220,18 @@ def linear_cross_entropy_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_cross_entropy`.
 
-    Where the forward kept the logits' they are its products, times dloss and its factors; where it computed them they
-    are multiplied by dloss over the divisor, with `overwrite` in place where dtypes allow; the others come from the
-    logits anew.
+    Where the forward kept the logits' they are its products, times its factors and dloss over the divisor; where it
+    computed them they are multiplied by the latter, with `overwrite` in place where dtypes allow; the others come from
+    the logits anew.
 
     dloss: a scalar, or [...] for reduction "none". x: [..., K], weight: [V, K], bias: [V]; lse, divisors, x_grad,
     weight_grad, bias_grad, logit_grad, logit_factors: what the forward saved. Returns [..., K], [V, K] and [V], in the
     dtypes of x, weight and bias. An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
     if logit_grad.shape == (*target.shape, weight.shape[0]):
-        grads = linear_grads(logit_grad.to(dloss.dtype), x, weight, output_mask, logit_factors * dloss)
+        grads = linear_grads(
+            logit_grad.to(dloss.dtype), x, weight, output_mask, row_factors(logit_factors, dloss, divisors)
+        )
     elif already_computed(x, weight, bias, (x_grad, weight_grad, bias_grad), output_mask):
         factor = loss_factor(dloss, divisors, reduction)
         saved = (x_grad, weight_grad, bias_grad)

@@ -19,6 +19,7 @@ from tilesmith.ops.loss.reduction import (
     divisors_of,
     loss_factor,
     reduce_losses,
+    row_factors,
     token_grads,
     undivided_token_grads,
 )
@@ -144,8 +145,9 @@ def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, ov
     return out
 
 
-def _scale_rows(rows: Tensor, factors: Tensor, dloss: Tensor, over: bool) -> Tensor:
-    out, every = rows if over else torch.empty_like(rows), (factors * dloss)[:, None]
+def _scale_rows(rows: Tensor, factors: Tensor, dloss: Tensor, divisors: Tensor, over: bool) -> Tensor:
+    every = row_factors(factors, dloss, divisors)[:, None]
+    out = rows if over else torch.empty_like(rows)
     for part in blocks(rows):
         taken = every[part]
         out[part] = torch.where(taken == 0, 0.0, rows[part].to(taken.dtype) * taken).to(rows.dtype)
@@ -164,11 +166,11 @@ def _reduce(
     target: Tensor,
     class_weight: Tensor | None,
     classes: int,
-    divisors: Tensor,
     terms: Terms,
     reduction: str,
-) -> Tensor:
-    return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
+) -> tuple[Tensor, Tensor]:
+    divisors = _divide(target, class_weight, terms, classes, losses.dtype, reduction)
+    return reduce_losses(losses, lse, divisors, terms.z_loss, reduction), divisors
 
 
 STEPS = chunks.LogitSteps(_forward, _backward, _divide, _reduce, _scale, _scale_rows)

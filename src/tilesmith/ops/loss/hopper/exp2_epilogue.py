@@ -140,13 +140,12 @@ def max_matmul_kernel(
 
 @triton.jit
 def settle_rows_kernel(
-    sums_ptr, scores_ptr, references_ptr, again_ptr, x_ptr, target_ptr, class_weight_ptr, divisors_ptr, e_ptr,
-    losses_ptr, lse_ptr, factors_ptr, scaled_ptr, rows, tiles, x_stride, hidden, classes, ignore_index, scale,
+    sums_ptr, scores_ptr, references_ptr, again_ptr, x_ptr, target_ptr, class_weight_ptr, e_ptr, losses_ptr, lse_ptr,
+    factors_ptr, scaled_ptr, rows, tiles, x_stride, hidden, classes, ignore_index, scale,
     AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Losses and lse from sums [tiles, C]; e at the label; factors, and x times them. Where a sum is too large, the
-    factor becomes inf, the reference -inf and the flag 1. AGAIN: only if that is 1. With divisors gradients are those
-    of a mean."""
+    factor becomes inf, the reference -inf and the flag 1. AGAIN: only if that is 1."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     if AGAIN:
@@ -167,8 +166,6 @@ def settle_rows_kernel(
     if class_weight_ptr is not None:
         label_weight = tl.load(class_weight_ptr + label, mask=there, other=0.0).to(tl.float32)
     hit = tl.where(counted & valid, label_weight, 0.0) * scale
-    if divisors_ptr is not None:
-        hit = hit / tl.load(divisors_ptr)
     score = tl.load(scores_ptr + row, mask=there, other=0.0)
     reference = tl.load(references_ptr + row, mask=there, other=0.0)
     factor = tl.where(counted, tl.where(valid, hit / total, float("nan")), 0.0)
@@ -238,13 +235,12 @@ def gradients(
     """`PowerSteps.gradients`. chunks: x, weight and where their gradients go; tokens: those of this chunk, of which are
     target, losses and lse [C], the last two written."""
     dx, factors = chunks.dx.view_as(chunks.x)[tokens], torch.empty_like(losses)
-    e = _exponentials(
-        chunks, tokens, target, class_weight, losses, lse, None, factors, dx if chunks.mask[1] else None, terms
-    )
+    scaled = dx if chunks.mask[1] else None
+    e = _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, scaled, terms)
     if chunks.mask[1]:  # before dx, whose place the scaled x takes
         add_product(chunks.sum, e.t(), dx, first=tokens.start == 0)
     torch.mm(e, chunks.weight, out=dx)
-    scaled_rows(dx, factors, None, True)
+    scaled_rows(dx, factors, None, losses.new_empty(0), True)
 
 
 def kept(
@@ -254,13 +250,11 @@ def kept(
     class_weight: Tensor | None,
     losses: Tensor,
     lse: Tensor,
-    divisors: Tensor,
     factors: Tensor,
     terms: Terms,
 ) -> None:
     """`PowerSteps.kept`."""
-    given = divisors if divisors.numel() else None
-    _exponentials(chunks, tokens, target, class_weight, losses, lse, given, factors, None, terms)
+    _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, None, terms)
 
 
 def _exponentials(
@@ -270,13 +264,12 @@ def _exponentials(
     class_weight: Tensor | None,
     losses: Tensor,
     lse: Tensor,
-    divisors: Tensor | None,
     factors: Tensor,
     scaled: Tensor | None,
     terms: Terms,
 ) -> Tensor:
-    """E [C, V] in the buffer, less s at the labels, with what comes along: losses, lse and factors [C], divided where
-    there are divisors, and x times the factors into `scaled` [C, K]."""
+    """E [C, V] in the buffer, less s at the labels, with what comes along: losses, lse and factors [C], and x times the
+    factors into `scaled` [C, K]."""
     x, weight = chunks.x[tokens], chunks.weight
     (rows, hidden), classes = x.shape, weight.shape[0]
     e = chunks.buffer[: rows * classes].view(rows, classes)
@@ -298,7 +291,7 @@ def _exponentials(
     def settle(second: bool) -> None:
         launch(
             settle_rows_kernel, (cdiv(rows, 8),),
-            sums, scores, references, again, x, target, class_weight, divisors, e, losses, lse, factors, scaled,
+            sums, scores, references, again, x, target, class_weight, e, losses, lse, factors, scaled,
             rows, product[4], x.stride(0), hidden, classes, terms.ignore_index, terms.scale,
             AGAIN=second, ROWS=8, TILES=256, COLS=256, num_warps=4, **early,
         )  # fmt: skip
