@@ -64,7 +64,8 @@ SHAPES = (
     Shape("Gemma-2-27B", 4647, 4608, 256_000),
     Shape("Llama-3.2-1B", 16_384, 2048, 128_256),
 )
-WAYS = {"chosen": {}, "pass": {"mode": "keep"}, "chunks": {"mode": "chunks"}}
+# "keep" takes all tokens whatever chunk_tokens is, which keeps replays of the two ways apart
+WAYS = {"chosen": {}, "pass": {"mode": "keep", "chunk_tokens": 1}, "chunks": {"mode": "chunks"}}
 
 
 class Step(NamedTuple):

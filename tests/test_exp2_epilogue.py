@@ -1,6 +1,8 @@
 """linear_cross_entropy by exponentials in the place of logits, without a GPU: Gluon's two products by what they are
 said to compute, the kernels around them in Triton's interpreter."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -148,3 +150,30 @@ def test_short_passes_over_logits_stay(tokens, passes):
     with assuming(arch_named("sm90")):
         found = exp2_epilogue.reasons(x, 50_368, None, True, 0.0, True)
     assert found == (["it takes less time than the launches in its place"] if passes else [])
+
+
+@pytest.fixture
+def loss_steps(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import loss_steps
+
+    return loss_steps
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_launches_without_memory_are_those_of_three_products(loss_steps, number):
+    shape = loss_steps.SHAPES[number]
+    for way in loss_steps.ways_of(shape):
+        mode, steps = loss_steps.steps_of(shape, way)
+        assert sum(step.flops for step in steps) == pytest.approx(shape.flops)
+        names = [step.name for step in steps]
+        exps, passes = names.count("exp2_matmul_kernel"), names.count("loss_grad_parts_kernel")
+        assert (exps == 0) == (way == "pass" or shape.hidden > 2048) == (passes > 0)
+        assert (mode == "keep") == (max(exps, passes) == 1 and "_scale_kernel" not in names)
+        assert names.count("_scale_rows_kernel") == (2 if mode == "keep" else exps)
+
+
+def test_chosen_is_the_way_that_is_modelled_to_take_least(loss_steps):
+    for shape in loss_steps.SHAPES:
+        times = {way: loss_steps.modelled(shape, way) for way in loss_steps.ways_of(shape)}
+        assert min(times, key=times.__getitem__) == "chosen", shape
