@@ -3,10 +3,11 @@
     PYTHONPATH=src:benchmarks python benchmarks/loss_steps.py [results.json] [--only NAME] [--zoo SEED --count N]
         [--seconds 60] [--kernels] [--dry]
 
-Each call is made in up to three ways: as the library chooses; with all logits kept and a pass over them; and in chunks.
-They are timed in turns with the three products alone, on one GPU of compute capability 9.0, after dx of some tokens was
-compared with fp64. --dry needs no GPU: it prints the launches of each way, from the library's own launchers on tensors
-without memory, with a time for each from the constants below. --kernels adds the time of each kernel of the first way.
+Each call is made in up to four ways: as the library chooses; with all logits kept and a pass over them; with
+exponentials kept in their place, however many tokens and features there are; and in chunks. They are timed in turns
+with the three products alone, on one GPU of compute capability 9.0, after dx of some tokens was compared with fp64.
+--dry needs no GPU: it prints the launches of each way, from the library's own launchers on tensors without memory, with
+a time for each from the constants below. --kernels adds the time of each kernel of the first way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,9 +65,17 @@ SHAPES = (
     Shape("DeepSeek-V2-Lite", 8192, 2048, 102_400),
     Shape("Gemma-2-27B", 4647, 4608, 256_000),
     Shape("Llama-3.2-1B", 16_384, 2048, 128_256),
+    Shape("Kimi-Linear-48B-A3B", 4464, 2304, 163_840),
+    Shape("Mistral-7B-v0.1", 1281, 4096, 32_000),
+    Shape("Qwen3.5-27B", 8192, 5120, 248_320),
 )
-# "keep" takes all tokens whatever chunk_tokens is, which keeps replays of the two ways apart
-WAYS = {"chosen": {}, "pass": {"mode": "keep", "chunk_tokens": 1}, "chunks": {"mode": "chunks"}}
+# "keep" takes all tokens whatever chunk_tokens is, which keeps replays of these ways apart
+WAYS = {
+    "chosen": {},
+    "pass": {"mode": "keep", "chunk_tokens": 1},
+    "powers": {"mode": "keep", "chunk_tokens": 2},
+    "chunks": {"mode": "chunks"},
+}
 
 
 class Step(NamedTuple):
@@ -134,12 +144,14 @@ def _launched(name: str, args: tuple, named: dict[str, Any]) -> Step:
 
 @contextlib.contextmanager
 def passes(way: str) -> Iterator[None]:
-    """For the way "pass" no exponentials are kept."""
+    """For the way "pass" no exponentials are kept, for the way "powers" always."""
     from tilesmith.ops.loss.hopper import exp2_epilogue
 
     with contextlib.ExitStack() as stack:
         if way == "pass":
             stack.enter_context(patch.object(exp2_epilogue, "pass_outlasts_launches", lambda *_: False))
+        if way == "powers":
+            stack.enter_context(patch.object(exp2_epilogue, "MOST_FEATURES", 2**20))
         yield
 
 
@@ -297,9 +309,8 @@ def main() -> int:
 def _drawn(seed: int, count: int) -> tuple[Shape, ...]:
     found = []
     for case in zoo.sample("linear_cross_entropy", seed, count, False):
-        args = case.build(torch.device("meta"), torch.bfloat16, None)
-        (tokens, hidden), classes = args["x"].shape, args["weight"].shape[0]
-        found.append(Shape(case.name.rsplit(" ", 5)[0], tokens, hidden, classes))
+        *tokens, hidden = case.args["x"].shape
+        found.append(Shape(case.name.split()[0], math.prod(tokens), hidden, case.args["weight"].shape[0]))
     return tuple(found)
 
 

@@ -160,7 +160,7 @@ def loss_steps(monkeypatch):
     return loss_steps
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(10))
 def test_launches_without_memory_are_those_of_three_products(loss_steps, number):
     shape = loss_steps.SHAPES[number]
     for way in loss_steps.ways_of(shape):
@@ -168,12 +168,13 @@ def test_launches_without_memory_are_those_of_three_products(loss_steps, number)
         assert sum(step.flops for step in steps) == pytest.approx(shape.flops)
         names = [step.name for step in steps]
         exps, passes = names.count("exp2_matmul_kernel"), names.count("loss_grad_parts_kernel")
-        assert (exps == 0) == (way == "pass" or shape.hidden > 2048) == (passes > 0)
+        assert (exps == 0) == (way == "pass" or (way != "powers" and shape.hidden > 2048)) == (passes > 0)
         assert (mode == "keep") == (max(exps, passes) == 1 and "_scale_kernel" not in names)
         assert names.count("_scale_rows_kernel") == (2 if mode == "keep" else exps)
 
 
 def test_chosen_is_the_way_that_is_modelled_to_take_least(loss_steps):
+    """But for exponentials of many features, where power counts, of which the model knows nothing (ADR 7)."""
     for shape in loss_steps.SHAPES:
-        times = {way: loss_steps.modelled(shape, way) for way in loss_steps.ways_of(shape)}
+        times = {way: loss_steps.modelled(shape, way) for way in loss_steps.ways_of(shape) if way != "powers"}
         assert min(times, key=times.__getitem__) == "chosen", shape
