@@ -69,7 +69,8 @@ def linear_preference(
     if any(mask):
         none = lse.new_empty(0)
         x_grad, weight_grad, bias_grad = reference.linear_cross_entropy_vjp(
-            -slopes, x, weight, target, bias, None, lse, lse, none, none, none, none, none, ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, "", mask,
+            -slopes, x, weight, target, bias, None, lse, lse, none, none, none, none, none,
+            ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, "", mask,
         )  # fmt: skip
     return (
         loss,
