@@ -1,4 +1,4 @@
-"""Triton's interpreter (3.6 to 3.8) for tests: two faults of it mended, and what takes most of its time said once.
+"""Triton's interpreter (3.6 to 3.8) for tests: its roundings mended, and what takes most of its time said once.
 
 Nothing here changes what a kernel computes: the same operations in the same order, except the rounding that is mended.
 """
@@ -20,23 +20,29 @@ def mend() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    _round_to_8_bits(interpreter, tl)
+    _round_to_nearest(interpreter, tl)
     _round_once(interpreter)
     _keep_dtypes(interpreter)
     interpreter_fast.install(interpreter, tl)
     interpreter.ReduceOps.generic_reduce = _reduce
 
 
-def _round_to_8_bits(interpreter, tl) -> None:
-    """It rounds fp32 to e4m3 with the carry into the exponent lost: 31 becomes 16, not 32; and to e5m2 ties upwards."""
+def _round_to_nearest(interpreter, tl) -> None:
+    """It rounds fp32 to e4m3 with the carry into the exponent lost: 31 becomes 16, not 32; to e5m2 ties upwards; and to
+    bf16 towards 0, where a GPU rounds to the nearest."""
     convert = interpreter._convert_float
-    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    kinds = {
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+        tl.float8e5: (torch.float8_e5m2, torch.uint8),
+        tl.bfloat16: (torch.bfloat16, torch.int16),
+    }
 
     def rounded(values, from_dtype, to_dtype, mode):
-        if from_dtype is not tl.float32 or to_dtype not in kinds:
+        if from_dtype is not tl.float32 or to_dtype not in kinds or not values.size:
             return convert(values, from_dtype, to_dtype, mode)
         exact = torch.frombuffer(bytearray(values.tobytes()), dtype=torch.float32).view(values.shape)
-        return exact.to(kinds[to_dtype]).view(torch.uint8).numpy()
+        kind, bits = kinds[to_dtype]
+        return exact.to(kind).view(bits).numpy().view(f"uint{8 * kind.itemsize}")
 
     interpreter._convert_float = rounded
 

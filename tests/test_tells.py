@@ -147,9 +147,9 @@ def test_gradients_tell_where_they_come_from():
     given = {
         "dloss": torch.ones(()), "x": x, "weight": weight, "target": target, "bias": None, "class_weight": None,
         "lse": torch.ones(3), "divisors": none, "x_grad": none, "weight_grad": none, "bias_grad": none,
-        "logit_grad": none, "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "scale": 1.0, "softcap": 0.0,
-        "reduction": "mean", "chunk_tokens": 0, "accumulate_fp32": True, "mode": "", "output_mask": [True, True, False],
-        "overwrite": False,
+        "logit_grad": none, "logit_factors": none, "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0,
+        "scale": 1.0, "softcap": 0.0, "reduction": "mean", "chunk_tokens": 0, "accumulate_fp32": True, "mode": "",
+        "output_mask": [True, True, False], "overwrite": False,
     }  # fmt: skip
     tells = vjp.kernel("chunked").tells
     assert "computed again" in tells(*given.values())[0]

@@ -1135,8 +1135,9 @@ def linear_cross_entropy(
         tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
         the backward knows the tokens' weights, and for gradients that were not asked for here.
     Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
-    than an fp32 gradient of weight, else "chunks"; inside a `MemoryConfig` the first of "keep", "chunks" and
-    "recompute" that meets it.
+    than an fp32 gradient of weight, to which those of 4096 tokens are added on an accelerator where "chunks" would hold
+    both (a half-precision weight, accumulate_fp32), else "chunks"; inside a `MemoryConfig` the first of "keep",
+    "chunks" and "recompute" that meets it.
 
     chunk_tokens: C; above 0 the mode is "chunks" where none is given. 0 lets the library choose, for "chunks" so that
     the logits of a chunk take at most 512 MiB (16 MiB on a CPU), or of 256 tokens if that is more; where weight's
@@ -1166,6 +1167,7 @@ def linear_cross_entropy_vjp(
     weight_grad: Tensor,
     bias_grad: Tensor,
     logit_grad: Tensor,
+    logit_factors: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -1180,12 +1182,13 @@ def linear_cross_entropy_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_cross_entropy`.
 
-    Where the forward kept the logits' they are its products, times dloss; where it computed them they are multiplied
-    by dloss over the divisor, with `overwrite` in place where dtypes allow; the others come from the logits anew.
+    Where the forward kept the logits' they are its products, times its factors and dloss over the divisor; where it
+    computed them they are multiplied by the latter, with `overwrite` in place where dtypes allow; the others come from
+    the logits anew.
 
     dloss: a scalar, or [...] for reduction "none". x: [..., K], weight: [V, K], bias: [V]; lse, divisors, x_grad,
-    weight_grad, bias_grad, logit_grad: what the forward saved. Returns [..., K], [V, K] and [V], in the dtypes of x,
-    weight and bias. An empty tensor stands for a gradient that `output_mask` does not ask for.
+    weight_grad, bias_grad, logit_grad, logit_factors: what the forward saved. Returns [..., K], [V, K] and [V], in the
+    dtypes of x, weight and bias. An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
 
 def linear_distillation(

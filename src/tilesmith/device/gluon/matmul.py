@@ -62,13 +62,15 @@ def _load(a_desc, b_desc, a, b, full, empty, tiles_m, tiles_n, steps):
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, out_desc, extra, a, b, out, full, empty, tiles_m, tiles_n, steps, write: gl.constexpr
+    HALF: gl.constexpr, out_desc, extra, a, b, out, full, empty, tiles_m, tiles_n, steps,
+    begin: gl.constexpr, write: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLS, 16])
     count = gl.to_tensor(0)
     acc = gl.zeros([_ROWS // 2, _COLS], gl.float32, ACC)
     for number in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         row, col = _corner(number, tiles_m, tiles_n)
+        held = begin(row + HALF * (_ROWS // 2), ACC, *extra)
         s = count % _STAGES
         mbarrier_wait(full.index(s), (count // _STAGES) & 1)
         made = wgmma(a.index(2 * s + HALF), b.index(s).permute((1, 0)), acc, use_acc=False, is_async=True)
@@ -84,16 +86,20 @@ def _multiply(
             count += 1
         acc = wgmma_wait(0, deps=[acc])
         mbarrier_arrive(empty.index(s))
-        write(acc, row + HALF * (_ROWS // 2), col, out_desc, out.index(HALF), *extra)
+        write(acc, held, row + HALF * (_ROWS // 2), col, out_desc, out.index(HALF), *extra)
     tma_store_wait(0)
 
 
 @gluon.jit
-def persistent_matmul(a_desc, b_desc, out_desc, extra, tiles_m, tiles_n, steps, write: gl.constexpr):
+def persistent_matmul(
+    a_desc, b_desc, out_desc, extra, tiles_m, tiles_n, steps, begin: gl.constexpr, write: gl.constexpr
+):  # fmt: skip
     """The body of a persistent, warp-specialised matmul kernel: a [M, K] · b [N, K]ᵀ, accumulated in fp32.
 
-    write(acc, row, col, out_desc, tile, *extra) is the epilogue for an accumulator of 64 x 256 whose first element is
-    (row, col); `tile` is shared memory for half of it, as `store_half_tile` uses it.
+    begin(row, layout, *extra) is called before the products for 64 rows from `row` on, with the layout of their
+    accumulator: what it loads is there when they end. write(acc, held, row, col, out_desc, tile, *extra) is the
+    epilogue for an accumulator of 64 x 256 whose first element is (row, col), with what begin gave; `tile` is shared
+    memory for half of it, as `store_half_tile` uses it.
     """
     a = smem_tiles(2 * _STAGES, a_desc)
     b = smem_tiles(_STAGES, b_desc)
@@ -104,8 +110,8 @@ def persistent_matmul(a_desc, b_desc, out_desc, extra, tiles_m, tiles_n, steps, 
     gl.warp_specialize(
         [
             (_load, (a_desc, b_desc, a, b, full, empty, tiles_m, tiles_n, steps)),
-            (_multiply, (0, out_desc, extra, a, b, out, full, empty, tiles_m, tiles_n, steps, write)),
-            (_multiply, (1, out_desc, extra, a, b, out, full, empty, tiles_m, tiles_n, steps, write)),
+            (_multiply, (0, out_desc, extra, a, b, out, full, empty, tiles_m, tiles_n, steps, begin, write)),
+            (_multiply, (1, out_desc, extra, a, b, out, full, empty, tiles_m, tiles_n, steps, begin, write)),
         ],
         [4, 4],
         [240, 240],

@@ -32,21 +32,37 @@ class LogitSteps(NamedTuple):
     backward(logits, target, class_weight, lse, dloss, divisors, terms, first_class, classes): overwrites `logits`,
     those of the classes from first_class on, with the gradient, given the loss's gradient `dloss` [C] (a stride of 0 is
     usual) and the divisors (empty: 1). classes: how many there are in all. None: a backend without a vjp.
-    divide(target, class_weight, terms, classes, dtype, reduction): the divisors.
-    reduce(losses, lse, target, class_weight, classes, divisors, terms, reduction): the loss.
+    divide(target, class_weight, terms, classes, dtype, reduction): the divisors, where they are needed before the loss.
+    reduce(losses, lse, target, class_weight, classes, terms, reduction): the loss and the divisors.
     scale(grad, dloss, divisors, dtype, over): grad · `loss_factor`, as a tensor of `dtype`: a new one, or, where `over`
         allows it and grad has that dtype, grad itself.
-    gradients(chunks, tokens, target, class_weight, losses, lse, terms): what `forward` does for undivided gradients,
-        with the products before and after it, where applies(chunks, terms).
+    scale_rows(rows, factors, dloss, divisors, over): rows [N, K], contiguous, times `loss_factor` and a factor for each
+        row [N], and 0 where the product of these is 0: a new tensor or, with `over`, rows itself.
+    powers: another way from x to the gradients, where it applies; see `PowerSteps`.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, str], None]
     backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, int, int], None] | None
     divide: Callable[[Tensor, Tensor | None, Terms, int, torch.dtype, str], Tensor]
-    reduce: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor, Terms, str], Tensor]
+    reduce: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Terms, str], tuple[Tensor, Tensor]]
     scale: Callable[[Tensor, Tensor, Tensor, torch.dtype, bool], Tensor]
-    applies: Callable[[Chunks, Terms], bool] | None = None
-    gradients: Callable[..., None] | None = None
+    scale_rows: Callable[[Tensor, Tensor, Tensor, Tensor, bool], Tensor]
+    powers: PowerSteps | None = None
+
+
+class PowerSteps(NamedTuple):
+    """How a backend computes gradients from exponentials in the place of logits, each row's but for a factor.
+
+    applies(chunks, terms, kept): whether it does so for these chunks, or where `kept` for the gradient of their logits.
+    gradients(chunks, tokens, target, class_weight, losses, lse, terms): what `LogitSteps.forward` does for undivided
+        gradients, with the products before and after it.
+    kept(chunks, tokens, target, class_weight, losses, lse, factors, terms): the same without the products after it: the
+        buffer times `factors` [C] is the undivided gradient of the logits.
+    """
+
+    applies: Callable[[Chunks, Terms, bool], bool]
+    gradients: Callable[..., None]
+    kept: Callable[..., None]
 
 
 def budget(device: torch.device, recompute: bool = False) -> int:
@@ -56,12 +72,22 @@ def budget(device: torch.device, recompute: bool = False) -> int:
 
 
 def whole(
-    tokens: int, classes: int, hidden: int, itemsize: int, device: torch.device, known: Callable[[bool], bool] = bool
+    tokens: int,
+    classes: int,
+    hidden: int,
+    itemsize: int,
+    device: torch.device,
+    summed: bool,
+    known: Callable[[bool], bool] = bool,
 ) -> bool:
-    """Whether all logits take no more than a budget (512 MiB; 16 MiB on a CPU), or than an fp32 gradient of weight,
-    which is what more than one chunk would need. known: whether a comparison of sizes holds, where they are symbols."""
-    size = tokens * classes * itemsize
-    return known(size <= budget(device)) or known(size <= 4 * classes * hidden)
+    """Whether all logits take no more than a budget (512 MiB; 16 MiB on a CPU), or than more than one chunk would need:
+    an fp32 gradient of weight and, where that is `summed` over chunks beside its result, the least that
+    `tokens_per_step` then allows for, less that result. known: whether a comparison of sizes holds, where they are
+    symbols."""
+    size, most = tokens * classes * itemsize, 4 * classes * hidden
+    if summed and device.type != "cpu":
+        most += SPEEDY_TOKENS * classes * itemsize
+    return known(size <= budget(device)) or known(size <= most)
 
 
 def tokens_per_chunk(tokens: int, classes: int, itemsize: int, room: int, least: int = FEWEST_TOKENS) -> int:
@@ -109,7 +135,9 @@ def classes_per_block(tokens: int, classes: int, chunk_tokens: int) -> int:
     return -(-even // unit) * unit
 
 
-def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy(
+    steps: LogitSteps, call
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward op's outputs."""
     x, weight, bias, target, reduction, mode = call.x, call.weight, call.bias, call.target, call.reduction, call.mode
     class_weight, grad_mask, terms = dense(call.class_weight), call.grad_mask, _terms(call)
@@ -130,13 +158,24 @@ def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tenso
     chunks = Chunks(x, weight, bias, mask, sums, acc, size, call.accumulate_fp32)
     losses = x.new_empty(labels.shape, dtype=acc)
     lse = torch.empty_like(losses)
-    divisors = steps.divide(labels, class_weight, terms, classes, acc, reduction)
-    grad = "mean" if keeps and reduction == "mean" else "sum" if keeps or any(mask) else ""
-    at_once = any(mask) and steps.applies is not None and steps.applies(chunks, terms)
+    powers = steps.powers if keeps or any(mask) else None
+    powers = powers if powers is not None and powers.applies(chunks, terms, keeps) else None
+    divided = keeps and powers is None and reduction == "mean"
+    grad = "mean" if divided else "sum" if keeps or any(mask) else ""
+    divisors, factors = losses.new_empty(0), losses.new_empty(labels.shape if keeps else 0)
+    if divided or (terms.z_loss != 0 and grad):
+        divisors = steps.divide(labels, class_weight, terms, classes, acc, reduction)
+    if divided:
+        factors.copy_(divisors[0].expand_as(factors))
+    elif keeps and powers is None:
+        factors.fill_(1.0)
     for tokens in chunks:
         given = labels[tokens], class_weight, losses[tokens], lse[tokens]
-        if at_once:
-            steps.gradients(chunks, tokens, *given, terms)
+        if powers is not None and keeps:
+            powers.kept(chunks, tokens, *given, factors[tokens], terms)
+            continue
+        if powers is not None:
+            powers.gradients(chunks, tokens, *given, terms)
             continue
         logits = chunks.logits(tokens)
         steps.forward(logits, *given, divisors, terms, grad)
@@ -145,9 +184,10 @@ def linear_cross_entropy(steps: LogitSteps, call) -> tuple[Tensor, Tensor, Tenso
     logit_grad = x.new_empty(0)
     if keeps:
         logit_grad = rows_in(chunks.buffer, labels.numel(), classes)[:, :classes].view(*target.shape, classes)
-    loss = steps.reduce(losses, lse, labels, class_weight, classes, divisors, terms, reduction)
+    loss, divisors = steps.reduce(losses, lse, labels, class_weight, classes, terms, reduction)
     loss = loss.view(target.shape) if reduction == "none" else loss
-    return loss, lse.view(target.shape), divisors, *chunks.gradients(), logit_grad
+    factors = factors.view(target.shape) if keeps else factors
+    return loss, lse.view(target.shape), divisors, *chunks.gradients(), logit_grad, factors
 
 
 class GradientSource(Enum):
@@ -180,7 +220,8 @@ def linear_cross_entropy_vjp(steps: LogitSteps, call) -> tuple[Tensor, Tensor, T
     x, weight, bias, wanted = call.x, call.weight, call.bias, call.output_mask
     source = gradient_source(call)
     if source is GradientSource.LOGIT_GRADIENT:
-        return _from_logit_grad(steps, call.dloss, x, weight, call.logit_grad, gradient_dtypes(x, weight, bias), wanted)
+        given = call.dloss, call.divisors, x, weight, call.logit_grad, call.logit_factors.reshape(-1)
+        return _from_logit_grad(steps, *given, gradient_dtypes(x, weight, bias), wanted)
     if source is GradientSource.SAVED:
         return scaled(partial(steps.scale, divisors=call.divisors), call)
     return recomputed(
@@ -259,19 +300,22 @@ def _terms(call) -> Terms:
 def _from_logit_grad(
     steps: LogitSteps,
     dloss: Tensor,
+    divisors: Tensor,
     x: Tensor,
     weight: Tensor,
     logit_grad: Tensor,
+    factors: Tensor,
     dtypes: Sequence[torch.dtype],
     mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Products of the logits' gradient. dloss, a power of two as a rule, goes into x and dx, which are small; the
-    scaled x is gone before dx is there."""
+    """Products of the logits' gradient. dloss, a power of two as a rule, and the factors of its rows, which are the
+    divisor where bias's gradient is wanted, go into x and dx, which are small; the scaled x is gone before dx is there.
+    """
     none = dloss.new_empty(0)
     rows = logit_grad.view(-1, weight.shape[0])
     dx, dweight, dbias = (rows.new_empty(0, dtype=dtype) for dtype in dtypes)
     if mask[1]:
-        scaled = steps.scale(x.reshape(-1, x.shape[-1]).contiguous(), dloss, none, x.dtype, False)
+        scaled = steps.scale_rows(x.reshape(-1, x.shape[-1]).contiguous(), factors, dloss, divisors, False)
         dweight = weight.new_empty(weight.shape)
         if scaled.shape[0]:
             add_product(dweight, rows.t(), scaled, first=True)
@@ -280,7 +324,7 @@ def _from_logit_grad(
         del scaled
     if mask[0]:
         wide, (taken, _) = whole_rows(rows), padded(weight.to(x.dtype), None)
-        dx = steps.scale(torch.mm(wide, taken[: wide.shape[1]]), dloss, none, x.dtype, True).view(x.shape)
+        dx = steps.scale_rows(torch.mm(wide, taken[: wide.shape[1]]), factors, dloss, divisors, True).view(x.shape)
     if mask[2]:
         dbias = steps.scale(rows.sum(0, dtype=dloss.dtype), dloss, none, dtypes[2], False)
     return dx, dweight, dbias

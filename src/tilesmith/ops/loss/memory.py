@@ -83,7 +83,9 @@ def chosen_mode(*args: object) -> str:
     known = bool
     if torch.compiler.is_compiling():  # no guard on a size that may change
         known = torch.fx.experimental.symbolic_shapes.statically_known_true
-    return modes[0] if whole(target.numel(), *weight.shape, dtype.itemsize, x.device, known) else "chunks"
+    summed = accumulate_fp32 and weight.dtype.itemsize < 4
+    fits = whole(target.numel(), *weight.shape, dtype.itemsize, x.device, summed, known)
+    return modes[0] if fits else "chunks"
 
 
 def described_mode(asked: str, *args: object, compiled: bool = False) -> str:

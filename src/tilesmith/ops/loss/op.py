@@ -49,7 +49,7 @@ def _fake_vjp(call) -> Tensor:
 
 
 @linear_cross_entropy_arguments
-def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, weight, reduction = call.x, call.weight, call.reduction
     mask = reference.gradients_now(call.grad_mask, reduction, call.mode)
     keeps = reference.keeps_logit_grad(call.grad_mask, reduction, call.mode)
@@ -59,6 +59,7 @@ def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
         weight.new_empty(weight.shape if mask[1] else 0, dtype=reference.summed_dtype(weight, call.accumulate_fp32)),
         x.new_empty(weight.shape[0] if mask[2] else 0, dtype=_acc(x)),
         empty_rows(x, call.target.shape, weight.shape[0]) if keeps else x.new_empty(0),
+        x.new_empty(call.target.shape if keeps else 0, dtype=_acc(x)),
     )
 
 
@@ -164,7 +165,7 @@ linear_cross_entropy = LinearCrossEntropy(
     reference.linear_cross_entropy,
     fake=_fake_linear,
     vjp=linear_cross_entropy_vjp,
-    outputs=("loss", "lse", "divisors", "x_grad", "weight_grad", "bias_grad", "logit_grad"),
+    outputs=("loss", "lse", "divisors", "x_grad", "weight_grad", "bias_grad", "logit_grad", "logit_factors"),
     public=1,
     check=checks.check_linear_cross_entropy,
     describe=_describer("linear_cross_entropy", reference.linear_cross_entropy),

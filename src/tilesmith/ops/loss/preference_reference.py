@@ -67,8 +67,9 @@ def linear_preference(
     loss, slopes = FORMULAS[formula].evaluate(-losses, sequences.to(acc), rows, options)
     x_grad = weight_grad = bias_grad = losses.new_empty(0)
     if any(mask):
+        none = lse.new_empty(0)
         x_grad, weight_grad, bias_grad = reference.linear_cross_entropy_vjp(
-            -slopes, x, weight, target, bias, None, lse, lse, x_grad, weight_grad, bias_grad, lse.new_empty(0),
+            -slopes, x, weight, target, bias, None, lse, lse, none, none, none, none, none,
             ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, "", mask,
         )  # fmt: skip
     return (
@@ -117,7 +118,7 @@ def linear_preference_vjp(
     none = lse.new_empty(0)
     return reference.linear_cross_entropy_vjp(
         token_grads(dloss, dlog_probs, token_grad), x, weight, target, bias, None, lse, lse, none, none, none, none,
-        ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, "", output_mask,
+        none, ignore_index, 0.0, 0.0, scale, softcap, "none", 0, True, "", output_mask,
     )  # fmt: skip
 
 

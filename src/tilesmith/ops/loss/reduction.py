@@ -48,6 +48,13 @@ def loss_factor(dloss: Tensor, divisors: Tensor, reduction: str) -> Tensor:
     return torch.where(divisors[1] > 0, dloss / divisors[0], 0.0)
 
 
+def row_factors(factors: Tensor, dloss: Tensor, divisors: Tensor) -> Tensor:
+    """`loss_factor` times factors [N], of which those that are the divisor itself become just dloss."""
+    if not divisors.numel():
+        return factors * dloss
+    return torch.where(divisors[1] > 0, factors / divisors[0] * dloss, 0.0)
+
+
 def token_grads(dloss: Tensor, divisors: Tensor, shape: torch.Size, reduction: str) -> tuple[Tensor, Tensor]:
     """The loss's gradient with respect to each token's cross-entropy and each token's z term."""
     if reduction == "none":

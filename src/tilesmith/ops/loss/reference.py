@@ -13,6 +13,7 @@ from tilesmith.ops.loss.reduction import (
     divisors_of,
     loss_factor,
     reduce_losses,
+    row_factors,
     token_grads,
     undivided_token_grads,
 )
@@ -116,7 +117,7 @@ def linear_cross_entropy(
     accumulate_fp32: bool = True,
     mode: str = "",
     grad_mask: Sequence[bool] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
 
     Kernels take the products in x's dtype: they cast a weight or bias of another dtype to it first, as autocast would,
@@ -138,8 +139,9 @@ def linear_cross_entropy(
         tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
         the backward knows the tokens' weights, and for gradients that were not asked for here.
     Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
-    than an fp32 gradient of weight, else "chunks"; inside a `MemoryConfig` the first of "keep", "chunks" and
-    "recompute" that meets it.
+    than an fp32 gradient of weight, to which those of 4096 tokens are added on an accelerator where "chunks" would hold
+    both (a half-precision weight, accumulate_fp32), else "chunks"; inside a `MemoryConfig` the first of "keep",
+    "chunks" and "recompute" that meets it.
 
     chunk_tokens: C; above 0 the mode is "chunks" where none is given. 0 lets the library choose, for "chunks" so that
     the logits of a chunk take at most 512 MiB (16 MiB on a CPU), or of 256 tokens if that is more; where weight's
@@ -158,8 +160,9 @@ def linear_cross_entropy(
     For kernels: grad_mask says which gradients (x, weight, bias) to prepare along with the loss; a call fills in those
     that autograd will ask for. Saved beside the loss: lse [...], the divisors of "mean", and what the mode keeps, else
     empty: the gradients of the undivided sum of losses (x's in its dtype, weight's in fp32 for accumulate_fp32 and for
-    fp16, whose range such sums leave, else in its dtype, bias's in fp32), and that of the logits, in x's dtype, of the
-    loss.
+    fp16, whose range such sums leave, else in its dtype, bias's in fp32), and that of the logits, in x's dtype, but for
+    a factor of each token [...], in lse's dtype: logit_grad times logit_factors is the gradient of that sum. The
+    factors are a kernel's own affair; where bias asks for a gradient, logit_grad is that of the loss.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)
@@ -168,8 +171,9 @@ def linear_cross_entropy(
     divisors = divisors_of(target, class_weight, ignore_index, weight.shape[0], loss.dtype, reduction)
     keeps = keeps_logit_grad(grad_mask, reduction, mode)
     grad_mask = gradients_now(grad_mask, reduction, mode)
-    x_grad = weight_grad = bias_grad = logit_grad = loss.new_empty(0)
+    x_grad = weight_grad = bias_grad = logit_grad = logit_factors = loss.new_empty(0)
     if keeps:
+        logit_factors = divisors[0].expand(loss.shape).clone() if reduction == "mean" else torch.ones_like(loss)
         token_grad, z_grad = token_grads(loss.new_ones(()), divisors, loss.shape, reduction)
         logit_grad = logit_grads(logits, target, class_weight, lse, token_grad, z_grad, terms)
     if any(grad_mask):
@@ -184,6 +188,7 @@ def linear_cross_entropy(
         weight_grad.to(summed_dtype(weight, accumulate_fp32)),
         bias_grad.to(loss.dtype),
         pitched(logit_grad.to(x.dtype)) if keeps else logit_grad.to(x.dtype),
+        logit_factors,
     )
 
 
@@ -200,6 +205,7 @@ def linear_cross_entropy_vjp(
     weight_grad: Tensor,
     bias_grad: Tensor,
     logit_grad: Tensor,
+    logit_factors: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -214,15 +220,18 @@ def linear_cross_entropy_vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of `linear_cross_entropy`.
 
-    Where the forward kept the logits' they are its products, times dloss; where it computed them they are multiplied
-    by dloss over the divisor, with `overwrite` in place where dtypes allow; the others come from the logits anew.
+    Where the forward kept the logits' they are its products, times its factors and dloss over the divisor; where it
+    computed them they are multiplied by the latter, with `overwrite` in place where dtypes allow; the others come from
+    the logits anew.
 
     dloss: a scalar, or [...] for reduction "none". x: [..., K], weight: [V, K], bias: [V]; lse, divisors, x_grad,
-    weight_grad, bias_grad, logit_grad: what the forward saved. Returns [..., K], [V, K] and [V], in the dtypes of x,
-    weight and bias. An empty tensor stands for a gradient that `output_mask` does not ask for.
+    weight_grad, bias_grad, logit_grad, logit_factors: what the forward saved. Returns [..., K], [V, K] and [V], in the
+    dtypes of x, weight and bias. An empty tensor stands for a gradient that `output_mask` does not ask for.
     """
     if logit_grad.shape == (*target.shape, weight.shape[0]):
-        grads = linear_grads(logit_grad.to(dloss.dtype) * dloss, x, weight, output_mask)
+        grads = linear_grads(
+            logit_grad.to(dloss.dtype), x, weight, output_mask, row_factors(logit_factors, dloss, divisors)
+        )
     elif already_computed(x, weight, bias, (x_grad, weight_grad, bias_grad), output_mask):
         factor = loss_factor(dloss, divisors, reduction)
         saved = (x_grad, weight_grad, bias_grad)
@@ -305,10 +314,15 @@ def linear_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def linear_grads(dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient of the logits, rounded to x's dtype as that of a linear layer's output is."""
+def linear_grads(
+    dlogits: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool], factors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient of the logits, rounded to x's dtype as that of a linear layer's output is, times a factor for
+    each token [...] then; 0 where that is 0."""
     acc, empty = dlogits.dtype, dlogits.new_empty(0)
     dlogits = dlogits.to(x.dtype).to(acc)
+    if factors is not None:
+        dlogits = torch.where(factors[..., None] == 0, 0.0, dlogits * factors[..., None])
     rows = dlogits.reshape(-1, weight.shape[0])
     dx = dlogits @ weight.to(x.dtype).to(acc) if mask[0] else empty
     dweight = rows.t() @ x.to(acc).reshape(-1, x.shape[-1]) if mask[1] else empty

@@ -108,6 +108,41 @@ def scaled(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, ov
     return out
 
 
+@triton.jit
+def _scale_rows_kernel(
+    rows_ptr, out_ptr, factors_ptr, dloss_ptr, divisors_ptr, cols,
+    OVER: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A row of [N, K] times its factor and dloss (None: 1), as `row_factors` says; 0 where that is 0. OVER: out is
+    rows, so that a factor of 1 costs no traffic. CHAINED: launched by PDL."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factors_ptr + row).to(tl.float32)
+    if divisors_ptr is not None:
+        factor = tl.where(tl.load(divisors_ptr + 1) > 0, factor / tl.load(divisors_ptr), 0.0)
+    if dloss_ptr is not None:
+        factor *= tl.load(dloss_ptr).to(tl.float32)
+    end = tl.where(factor == 1, 0, cols) if OVER else cols
+    for start in range(0, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        found = tl.load(rows_ptr + row * cols + at, mask=at < cols, other=0.0).to(tl.float32)
+        scaled = tl.where(factor == 0, 0.0, found * factor)
+        tl.store(out_ptr + row * cols + at, scaled.to(out_ptr.dtype.element_ty), mask=at < cols)
+
+
+def scaled_rows(rows: Tensor, factors: Tensor, dloss: Tensor | None, divisors: Tensor, over: bool) -> Tensor:
+    """`LogitSteps.scale_rows`; dloss None: 1."""
+    out = rows if over else torch.empty_like(rows)
+    given = divisors if divisors.numel() else None
+    if out.numel():
+        launch(
+            _scale_rows_kernel, (rows.shape[0],), rows, out, factors, dloss, given, rows.shape[1],
+            OVER=over, BLOCK=min(2048, next_power_of_2(rows.shape[1])), num_warps=4, **chained(rows.device),
+        )  # fmt: skip
+    return out
+
+
 def reduce_tokens(
     losses: Tensor | None,
     lse: Tensor | None,
@@ -140,7 +175,8 @@ def token_divisors(target, class_weight, terms, classes, dtype, reduction) -> Te
     return reduce_tokens(None, None, target, class_weight, classes, terms._replace(z_loss=0.0), True)[1]
 
 
-def reduced_loss(losses, lse, target, class_weight, classes, divisors, terms, reduction) -> Tensor:
+def reduced_loss(losses, lse, target, class_weight, classes, terms, reduction) -> tuple[Tensor, Tensor]:
     if reduction == "none":
-        return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
-    return reduce_tokens(losses, lse, target, class_weight, classes, terms, reduction == "mean")[0]
+        none = losses.new_empty(0)
+        return reduce_losses(losses, lse, none, terms.z_loss, reduction), none
+    return reduce_tokens(losses, lse, target, class_weight, classes, terms, reduction == "mean")

@@ -213,6 +213,23 @@ CASES: dict[str, list[Case]] = {
             PARTS,
             BF16,
         ),
+        Case("exp2_kept", _linear(300, 136, 8464, mode="keep"), PARTS, BF16),
+        Case(
+            "exp2_kept_sum",
+            _linear((4, 40), 64, 8448, mode="keep", reduction="sum", weighted=True, scale=0.7),
+            PARTS,
+            BF16,
+        ),
+        Case("exp2_kept_weighted", _linear(150, 72, 8208, mode="keep", weighted=True, layout="strided"), PARTS, BF16),
+        Case("exp2_kept_weight_only", _linear(70, 64, 8192, mode="keep", x_grad=False), PARTS, BF16),
+        Case("exp2_kept_frozen", _linear(70, 64, 8192, mode="keep", frozen=True, weight=torch.float32), PARTS, BF16),
+        Case("exp2_kept_all_ignored", _linear(70, 64, 8192, mode="keep", every=1), PARTS, BF16),
+        Case(
+            "exp2_kept_again",
+            {**_linear(200, 136, 8464, mode="keep"), "x": T(200, 136, grad=True, init=_steep)},
+            PARTS,
+            BF16,
+        ),
         Case("many_labels", _linear(600, 24, 9000, chunk_tokens=256)),
         Case("many_labels_again", _linear(600, 24, 9000, mode="recompute", chunk_tokens=64)),
         Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), BIG),
@@ -220,6 +237,8 @@ CASES: dict[str, list[Case]] = {
         Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), BIG),
         Case("llama3_parts", _linear(700, 512, 128_256, chunk_tokens=300, bias=True, z_loss=1e-4), BIG, HALF),
         Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), BIG),
+        Case("gemma3_kept", _linear(700, 640, 262_144, mode="keep", every=9), BIG, BF16),
+        Case("exp2_kept_many", _linear(2304, 64, 8208, mode="keep"), BIG | {"compile"}, BF16),
         Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), BIG, WIDE),
         *(
             case

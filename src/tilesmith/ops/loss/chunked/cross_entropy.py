@@ -19,6 +19,7 @@ from tilesmith.ops.loss.reduction import (
     divisors_of,
     loss_factor,
     reduce_losses,
+    row_factors,
     token_grads,
     undivided_token_grads,
 )
@@ -61,7 +62,7 @@ def cross_entropy_vjp(call) -> Tensor:
 
 @register_kernel("linear_cross_entropy", backend="chunked", rank=10)
 @linear_cross_entropy_arguments
-def linear_cross_entropy(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunks of tokens, swept in place by PyTorch's own element-wise ops."""
     check_labels(call.target, call.weight.shape[0], call.ignore_index)
     return chunks.linear_cross_entropy(STEPS, call)
@@ -144,6 +145,15 @@ def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, ov
     return out
 
 
+def _scale_rows(rows: Tensor, factors: Tensor, dloss: Tensor, divisors: Tensor, over: bool) -> Tensor:
+    every = row_factors(factors, dloss, divisors)[:, None]
+    out = rows if over else torch.empty_like(rows)
+    for part in blocks(rows):
+        taken = every[part]
+        out[part] = torch.where(taken == 0, 0.0, rows[part].to(taken.dtype) * taken).to(rows.dtype)
+    return out
+
+
 def _divide(
     target: Tensor, class_weight: Tensor | None, terms: Terms, classes: int, dtype: torch.dtype, reduction: str
 ) -> Tensor:
@@ -156,14 +166,14 @@ def _reduce(
     target: Tensor,
     class_weight: Tensor | None,
     classes: int,
-    divisors: Tensor,
     terms: Terms,
     reduction: str,
-) -> Tensor:
-    return reduce_losses(losses, lse, divisors, terms.z_loss, reduction)
+) -> tuple[Tensor, Tensor]:
+    divisors = _divide(target, class_weight, terms, classes, losses.dtype, reduction)
+    return reduce_losses(losses, lse, divisors, terms.z_loss, reduction), divisors
 
 
-STEPS = chunks.LogitSteps(_forward, _backward, _divide, _reduce, _scale)
+STEPS = chunks.LogitSteps(_forward, _backward, _divide, _reduce, _scale, _scale_rows)
 KEEPING_STEPS = STEPS._replace(forward=partial(_forward, copied=True))
 
 

@@ -26,13 +26,17 @@ from tilesmith.device.gluon.matmul import (
     store_half_tile,
     tma_accepts,
 )
-from tilesmith.device.gluon.shim import gl, gluon
+from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait
+from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch
+from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.loss.chunks import Chunks, add_product
 from tilesmith.ops.loss.reference import Terms
+from tilesmith.ops.loss.token_sums import scaled_rows
 
 LOG2E, LN2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
 LARGEST = tl.constexpr(2.0**60)  # of a sum, so that matmuls of E with weight stay far from overflow
+LAUNCHES, LAUNCH = 5, 2e-6  # in the place of a pass over logits, and seconds of each
 MOST_FEATURES = 2048  # of a token; with 3,072 this takes 0.99 of the time of a pass over logits, with 4,096 1.01
 _COLS = gl.constexpr(COLS)
 
@@ -40,11 +44,15 @@ _COLS = gl.constexpr(COLS)
 @triton.jit
 def label_scores_kernel(
     x_ptr, weight_ptr, target_ptr, scores_ptr, references_ptr, x_stride, weight_stride, hidden, classes, ignore_index,
-    power, BLOCK: tl.constexpr,
+    again_ptr, power, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The score of each token's label, in base 2, and the token's reference: that score, or inf where the token is
-    ignored, so that its exponentials are 0."""
+    ignored, so that its exponentials are 0. The flag becomes 0. CHAINED, here and below: launched by PDL."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    if row == 0:
+        tl.store(again_ptr, 0)
     target = tl.load(target_ptr + row).to(tl.int64)
     label = tl.where((target >= 0) & (target < classes), target, 0)
     products = tl.zeros([BLOCK], tl.float32)
@@ -58,10 +66,22 @@ def label_scores_kernel(
 
 
 @gluon.jit
-def _exp2_of(scores, row, col, references_ptr, rows, cols, power, EVEN: gl.constexpr):
+def _references(row, LAYOUT: gl.constexpr, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr):
+    """Those of 64 rows: loaded before the products, they cost no wait after them."""
+    index = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    return gl.load(references_ptr + index, mask=index < rows, other=0.0)
+
+
+@gluon.jit
+def _factors(row, LAYOUT: gl.constexpr, references_ptr, factors_ptr, rows, cols, power):
+    index = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    return gl.load(factors_ptr + index, mask=index < rows, other=0.0)
+
+
+@gluon.jit
+def _exp2_of(scores, references, col, cols, power, EVEN: gl.constexpr):
     """2^(score - reference) for some columns of 64 rows, and their sums."""
-    index = row + gl.arange(0, 64, gl.SliceLayout(1, scores.type.layout))
-    exps = gl.exp2(scores * power - gl.load(references_ptr + index, mask=index < rows, other=0.0)[:, None])
+    exps = gl.exp2(scores * power - references[:, None])
     if not EVEN:
         within = col + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)) < cols
         exps = gl.where(within[None, :], exps, 0.0)
@@ -70,78 +90,74 @@ def _exp2_of(scores, row, col, references_ptr, rows, cols, power, EVEN: gl.const
 
 @gluon.jit
 def _exp2_epilogue(
-    acc, row, col, out_desc, tile, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr
+    acc, references, row, col, out_desc, tile, references_ptr, sums_ptr, rows, cols, power, EVEN: gl.constexpr
 ):  # fmt: skip
     """The epilogue. One half of the tile is stored by TMA while the exponentials of the other are computed."""
     left, right = split_columns(acc)
-    exps, total = _exp2_of(left, row, col, references_ptr, rows, cols, power, EVEN)
+    references = gl.convert_layout(references, gl.SliceLayout(1, left.type.layout))
+    exps, total = _exp2_of(left, references, col, cols, power, EVEN)
     store_half_tile(exps, row, col, out_desc, tile)
-    exps, more = _exp2_of(right, row, col + _COLS // 2, references_ptr, rows, cols, power, EVEN)
+    exps, more = _exp2_of(right, references, col + _COLS // 2, cols, power, EVEN)
     index = row + gl.arange(0, 64, total.type.layout)
     gl.store(sums_ptr + (col // _COLS).to(gl.int64) * rows + index, total + more, mask=index < rows)
     store_half_tile(exps, row, col + _COLS // 2, out_desc, tile)
 
 
 @gluon.jit
-def _max_epilogue(acc, row, col, out_desc, tile, references_ptr, factors_ptr, rows, cols, power):
+def _max_epilogue(acc, factors, row, col, out_desc, tile, references_ptr, factors_ptr, rows, cols, power):
     index = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
     within = col + gl.arange(0, _COLS, gl.SliceLayout(0, acc.type.layout)) < cols
     most = gl.max(gl.where(within[None, :], acc * power, float("-inf")), 1)
-    overflowed = gl.load(factors_ptr + index, mask=index < rows, other=0.0) == float("inf")
-    gl.atomic_max(references_ptr + index, most, mask=overflowed)
+    gl.atomic_max(references_ptr + index, most, mask=factors == float("inf"))
 
 
 @gluon.jit
 def exp2_matmul_kernel(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, sums_ptr, again_ptr, rows, cols, power,
-    EVEN: gl.constexpr,
+    EVEN: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """2^(score - reference) of x [C, K] and w [V, K] into out [C, V], their sums over tiles into sums [V / 256, C]."""
+    if CHAINED:
+        grid_dependency_wait()
     if again_ptr is not None:
         tiles_m *= gl.load(again_ptr)
     extra = (references_ptr, sums_ptr, rows, cols, power, EVEN)
-    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _exp2_epilogue)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _references, _exp2_epilogue)
 
 
 @gluon.jit
 def max_matmul_kernel(
-    x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, factors_ptr, again_ptr, rows, cols, power
-):
+    x_desc, w_desc, out_desc, tiles_m, tiles_n, steps, references_ptr, factors_ptr, again_ptr, rows, cols, power,
+    CHAINED: gl.constexpr,
+):  # fmt: skip
     """The largest score of each row whose factor is inf, into its reference, which is -inf."""
+    if CHAINED:
+        grid_dependency_wait()
     extra = (references_ptr, factors_ptr, rows, cols, power)
     tiles_m *= gl.load(again_ptr)
-    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _max_epilogue)
-
-
-@triton.jit
-def scale_rows_kernel(x_ptr, factors_ptr, hidden, BLOCK: tl.constexpr):
-    """x [C, K] times one factor per row; 0 where the factor is 0."""
-    row = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    factor = tl.load(factors_ptr + row)
-    x = tl.load(x_ptr + row.to(tl.int64) * hidden + at, mask=at < hidden, other=0.0).to(tl.float32)
-    scaled = tl.where(factor == 0, 0.0, x * factor)
-    tl.store(x_ptr + row.to(tl.int64) * hidden + at, scaled.to(x_ptr.dtype.element_ty), mask=at < hidden)
+    persistent_matmul(x_desc, w_desc, out_desc, extra, tiles_m, tiles_n, steps, _factors, _max_epilogue)
 
 
 @triton.jit
 def settle_rows_kernel(
-    sums_ptr, scores_ptr, references_ptr, again_ptr, x_ptr, target_ptr, class_weight_ptr, e_ptr, losses_ptr,
-    lse_ptr, factors_ptr, scaled_ptr, rows, matmul_arguments, x_stride, hidden, classes, ignore_index, scale,
-    AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr,
+    sums_ptr, scores_ptr, references_ptr, again_ptr, x_ptr, target_ptr, class_weight_ptr, e_ptr, losses_ptr, lse_ptr,
+    factors_ptr, scaled_ptr, rows, tiles, x_stride, hidden, classes, ignore_index, scale,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, COLS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Losses and lse from sums [tiles, C]; e at the label; factors, and x times them. Where a sum is too large, the
     factor becomes inf, the reference -inf and the flag 1. AGAIN: only if that is 1."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     if AGAIN:
         if tl.load(again_ptr) == 0:
             return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     found = tl.zeros([TILES, ROWS], tl.float32)
-    for start in range(0, matmul_arguments, TILES):
+    for start in range(0, tiles, TILES):
         tile = start + tl.arange(0, TILES)
         at = tile.to(tl.int64)[:, None] * rows + row[None, :]
-        found += tl.load(sums_ptr + at, mask=(tile < matmul_arguments)[:, None] & there[None, :], other=0.0)
+        found += tl.load(sums_ptr + at, mask=(tile < tiles)[:, None] & there[None, :], other=0.0)
     total = tl.sum(found, 0)
     target = tl.load(target_ptr + row, mask=there, other=ignore_index).to(tl.int64)
     counted, valid = target != ignore_index, (target >= 0) & (target < classes)
@@ -175,8 +191,9 @@ def settle_rows_kernel(
             tl.store(scaled_ptr + at, scaled.to(scaled_ptr.dtype.element_ty), mask=inside)
 
 
-def reasons(x: Tensor, bias: Tensor | None, dx: bool, z_loss: float) -> list[str]:
-    """Why `gradients` does not serve a call, wherever its matrices lie (`tma_accepts`). dx: is x's gradient wanted."""
+def reasons(x: Tensor, classes: int, bias: Tensor | None, dx: bool, z_loss: float, kept: bool) -> list[str]:
+    """Why `gradients` does not serve a call, or where the gradient of its logits is kept `kept` does not, wherever its
+    matrices lie (`tma_accepts`). dx: is x's gradient computed along with the loss."""
     found = []
     if x.dtype != torch.bfloat16:
         found.append(f"x is {str(x.dtype).removeprefix('torch.')}, not bfloat16")
@@ -186,15 +203,24 @@ def reasons(x: Tensor, bias: Tensor | None, dx: bool, z_loss: float) -> list[str
         found.append("bias is given")
     if z_loss != 0:
         found.append("z_loss is given")
-    if not dx:
+    if kept and not pass_outlasts_launches(x.numel() // x.shape[-1] * classes, arch_of(x.device).bandwidth):
+        found.append("it takes less time than the launches in its place")
+    if not kept and not dx:
         found.append("x asks for no gradient")
     return found
 
 
-def applies(chunks: Chunks, terms: Terms) -> bool:
-    """Whether `gradients` is for these chunks."""
-    plain = not reasons(chunks.x, chunks.bias, chunks.mask[0], terms.z_loss)
-    return plain and tma_accepts(chunks.x, chunks.weight)
+def pass_outlasts_launches(logits: int, bandwidth: float) -> bool:
+    """Whether a pass that reads and writes so many bf16 logits takes longer than the launches that stand for it; where
+    nobody knows the bandwidth, it does."""
+    return 2 * 2 * logits > LAUNCHES * LAUNCH * bandwidth
+
+
+def applies(chunks: Chunks, terms: Terms, kept: bool) -> bool:
+    """`PowerSteps.applies`."""
+    x, weight = chunks.x, chunks.weight
+    plain = not reasons(x, weight.shape[0], chunks.bias, chunks.mask[0], terms.z_loss, kept)
+    return plain and tma_accepts(x, weight)
 
 
 def gradients(
@@ -206,41 +232,73 @@ def gradients(
     lse: Tensor,
     terms: Terms,
 ) -> None:
-    """`LogitSteps.gradients`. chunks: x, weight and where their gradients go; tokens: those of this chunk, of which are
+    """`PowerSteps.gradients`. chunks: x, weight and where their gradients go; tokens: those of this chunk, of which are
     target, losses and lse [C], the last two written."""
-    x, weight, dx = chunks.x[tokens], chunks.weight, chunks.dx.view_as(chunks.x)[tokens]
+    dx, factors = chunks.dx.view_as(chunks.x)[tokens], torch.empty_like(losses)
+    scaled = dx if chunks.mask[1] else None
+    e = _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, scaled, terms)
+    if chunks.mask[1]:  # before dx, whose place the scaled x takes
+        add_product(chunks.sum, e.t(), dx, first=tokens.start == 0)
+    torch.mm(e, chunks.weight, out=dx)
+    scaled_rows(dx, factors, None, losses.new_empty(0), True)
+
+
+def kept(
+    chunks: Chunks,
+    tokens: slice,
+    target: Tensor,
+    class_weight: Tensor | None,
+    losses: Tensor,
+    lse: Tensor,
+    factors: Tensor,
+    terms: Terms,
+) -> None:
+    """`PowerSteps.kept`."""
+    _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, None, terms)
+
+
+def _exponentials(
+    chunks: Chunks,
+    tokens: slice,
+    target: Tensor,
+    class_weight: Tensor | None,
+    losses: Tensor,
+    lse: Tensor,
+    factors: Tensor,
+    scaled: Tensor | None,
+    terms: Terms,
+) -> Tensor:
+    """E [C, V] in the buffer, less s at the labels, with what comes along: losses, lse and factors [C], and x times the
+    factors into `scaled` [C, K]."""
+    x, weight = chunks.x[tokens], chunks.weight
     (rows, hidden), classes = x.shape, weight.shape[0]
     e = chunks.buffer[: rows * classes].view(rows, classes)
-    scores, references, factors = (torch.empty_like(losses) for _ in range(3))
-    sums, again = losses.new_empty(cdiv(classes, COLS) * rows), target.new_zeros(1, dtype=torch.int32)
-    power = terms.scale * LOG2E
+    scores, references = torch.empty_like(losses), torch.empty_like(losses)
+    sums, again = losses.new_empty(cdiv(classes, COLS) * rows), target.new_empty(1, dtype=torch.int32)
+    power, early = terms.scale * LOG2E, chained(x.device)
     launch(
         label_scores_kernel, (rows,),
         x, weight, target, scores, references, x.stride(0), weight.stride(0), hidden, classes, terms.ignore_index,
-        power, BLOCK=1024, num_warps=4,
+        again, power, BLOCK=1024, num_warps=4, **early,
     )  # fmt: skip
     ctas, product = matmul_arguments(x, weight, e)
     sizes = rows, classes, power
 
     def launch_exp2(flag: Tensor | None) -> None:
         even = classes % COLS == 0
-        launch(exp2_matmul_kernel, (ctas,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4)
+        launch(exp2_matmul_kernel, (ctas,), *product, references, sums, flag, *sizes, EVEN=even, num_warps=4, **early)
 
     def settle(second: bool) -> None:
         launch(
-            settle_rows_kernel, (cdiv(rows, 16),),
-            sums, scores, references, again, x, target, class_weight, e, losses, lse, factors,
-            dx if chunks.mask[1] else None, rows, product[4], x.stride(0), hidden, classes,
-            terms.ignore_index, terms.scale,
-            AGAIN=second, ROWS=16, TILES=64, COLS=256, num_warps=4,
+            settle_rows_kernel, (cdiv(rows, 8),),
+            sums, scores, references, again, x, target, class_weight, e, losses, lse, factors, scaled,
+            rows, product[4], x.stride(0), hidden, classes, terms.ignore_index, terms.scale,
+            AGAIN=second, ROWS=8, TILES=256, COLS=256, num_warps=4, **early,
         )  # fmt: skip
 
     launch_exp2(None)
     settle(False)
-    launch(max_matmul_kernel, (ctas,), *product, references, factors, again, *sizes, num_warps=4)
+    launch(max_matmul_kernel, (ctas,), *product, references, factors, again, *sizes, num_warps=4, **early)
     launch_exp2(again)
     settle(True)
-    if chunks.mask[1]:  # before dx, whose place the scaled x takes
-        add_product(chunks.sum, e.t(), dx, first=tokens.start == 0)
-    torch.mm(e, weight, out=dx)
-    launch(scale_rows_kernel, (rows,), dx, factors, hidden, BLOCK=triton.next_power_of_2(hidden), num_warps=4)
+    return e

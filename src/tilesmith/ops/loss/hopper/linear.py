@@ -35,7 +35,7 @@ from tilesmith.ops.loss import chunks
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 from tilesmith.ops.loss.hopper import exp2_epilogue
 from tilesmith.ops.loss.reference import Terms, gradients_now, keeps_logit_grad
-from tilesmith.ops.loss.token_sums import reduced_loss, scaled, token_divisors
+from tilesmith.ops.loss.token_sums import reduced_loss, scaled, scaled_rows, token_divisors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -191,8 +191,9 @@ SPACE = Space(dims=_dims, default=_default, choices=HELD_CHOICES, fit=held_fit)
 
 @linear_cross_entropy_arguments
 def _tells(call) -> list[str]:
-    wanted = gradients_now(call.grad_mask, call.reduction, call.mode)
-    reasons = exp2_epilogue.reasons(call.x, call.bias, wanted[0], call.z_loss) if any(wanted) else ["it is kept"]
+    kept = keeps_logit_grad(call.grad_mask, call.reduction, call.mode)
+    wanted = gradients_now(call.grad_mask, call.reduction, call.mode)[0]
+    reasons = exp2_epilogue.reasons(call.x, call.weight.shape[0], call.bias, wanted, call.z_loss, kept)
     if not reasons and any(t.ndim > 1 and t.stride(-2) % 8 for t in (call.x, call.weight)):
         reasons = ["rows of x or weight begin at other places than multiples of 16 bytes"]
     if reasons:
@@ -203,10 +204,13 @@ def _tells(call) -> list[str]:
 @register_kernel("linear_cross_entropy", backend="hopper", rank=25, rejects=_reasons, tells=_tells, plans=rehearsed)
 @optimize_kernel(space=SPACE)
 @linear_cross_entropy_arguments
-def linear_cross_entropy(call, *, config: HeldConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy(
+    call, *, config: HeldConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For each chunk a product, one launch over its logits, and the products of the gradients; or `exp2_epilogue`."""
     steps = chunks.LogitSteps(
         forward=partial(loss_grad, config), backward=None, divide=token_divisors, reduce=reduced_loss, scale=scaled,
-        applies=exp2_epilogue.applies, gradients=exp2_epilogue.gradients,
+        scale_rows=scaled_rows,
+        powers=chunks.PowerSteps(exp2_epilogue.applies, exp2_epilogue.gradients, exp2_epilogue.kept),
     )  # fmt: skip
     return chunks.linear_cross_entropy(steps, call)

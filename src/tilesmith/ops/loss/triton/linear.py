@@ -57,7 +57,9 @@ VJP_SPACE = Space(dims=_dims_vjp, default=default_vjp, choices=SWEEPS)
 )
 @optimize_kernel(space=SPACE)
 @linear_cross_entropy_arguments
-def linear_cross_entropy(call, *, config: LossConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_cross_entropy(
+    call, *, config: LossConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For each chunk a product, one launch over its logits, and the products of the gradients."""
     return chunks.linear_cross_entropy(steps(config), call)
 

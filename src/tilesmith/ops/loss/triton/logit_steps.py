@@ -3,7 +3,7 @@
 from functools import partial
 
 from tilesmith.ops.loss import chunks
-from tilesmith.ops.loss.token_sums import reduced_loss, scaled, token_divisors
+from tilesmith.ops.loss.token_sums import reduced_loss, scaled, scaled_rows, token_divisors
 from tilesmith.ops.loss.triton.cross_entropy import LossConfig, backward, forward, rows_of
 
 
@@ -20,5 +20,6 @@ def _chunk_backward(config, logits, target, class_weight, lse, dloss, divisors, 
 def steps(config: LossConfig) -> chunks.LogitSteps:
     """What is done to a chunk of logits, with this configuration."""
     return chunks.LogitSteps(
-        partial(_chunk_forward, config), partial(_chunk_backward, config), token_divisors, reduced_loss, scaled
-    )
+        partial(_chunk_forward, config), partial(_chunk_backward, config), token_divisors, reduced_loss, scaled,
+        scaled_rows,
+    )  # fmt: skip
