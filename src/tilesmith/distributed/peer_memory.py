@@ -34,6 +34,7 @@ from tilesmith.engine.torch_private import symmetric_memory
 LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
 _ALIGNED = 256  # bytes: where tensors of an exchange begin
 _KEPT = 64  # exchanges whose places are kept
+_TOLD = 800  # letters of what keeps a rank from sharing memory
 Gather = Callable[[Any], list[Any]]  # all ranks' values of one object, by rank, over a channel of the hosts
 
 
@@ -117,6 +118,7 @@ class PeerMemory:
         self._agree(lambda: _identity(device), "share", same=True)
         self._driver = self._agree(driver, "call the driver")
         self._symmetric = self._agree(symmetric_memory, "share memory with this PyTorch")
+        self._memory: Tensor | None = None
         self._watch: Watch | None = None
         self._grow(LEAST)
 
@@ -173,10 +175,17 @@ class PeerMemory:
             done = self._free[slot] = side.record_event()
         self._under_way[slot] = arrival
         memory = [(x.data_ptr(), x.nbytes) for x in into] if places.sources else ()
-        watch.follow(
-            UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory)
-        )
+        watch.follow(UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory))
         return arrival
+
+    def need(self, moves: Moves, sent: Sequence[Tensor]) -> int:
+        """Bytes of a slot that an exchange takes."""
+        return self._exchange(moves, sent).need
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return self._watch is None or self._watch.idle
 
     def wait(self, arrival: Arrival) -> None:
         """Let the current stream wait for an exchange. Raises RingError where a rank was lost."""
@@ -197,6 +206,8 @@ class PeerMemory:
 
     def _drop(self) -> None:
         self._memory = self._handle = self._signals = self._watch.signals = None
+        self._bytes = 0  # the next exchange asks for memory
+        self._free = [None] * SLOTS
         self._under_way.clear()
         for exchange in self._exchanges.values():
             exchange.places.clear()
@@ -210,7 +221,6 @@ class PeerMemory:
         if self._watch is not None:
             self._watch.end()
             self._drop()
-        self._memory = None
         self._flags = -(-Signals.words(self._size) * 4 // _ALIGNED) * _ALIGNED
         with torch.cuda.device(self._device):
             made = self._agree(lambda: self._allocated(self._flags + SLOTS * size), "allocate")
@@ -238,10 +248,10 @@ class PeerMemory:
         try:
             made = make()
         except Exception as problem:  # whatever the driver or PyTorch says
-            why = f"{type(problem).__name__}: {problem}"
-        told = self._gather((why, made if same else None))
-        failed = [f"rank {rank} cannot {what}: {said}" for rank, (said, _) in enumerate(told) if said]
-        if not failed and same and len({value for _, value in told}) > 1:
+            why = f"{type(problem).__name__}: {problem}".encode("ascii", "backslashreplace").decode()[:_TOLD]
+        each = self._gather((why, made if same else None))
+        failed = [f"rank {rank} cannot {what}: {said}" for rank, (said, _) in enumerate(each) if said]
+        if not failed and same and len({value for _, value in each}) > 1:
             failed = ["ranks are on several hosts"]
         if failed:
             raise CannotShare("; ".join(failed))
@@ -264,7 +274,8 @@ class PeerMemory:
 def _lost(
     group: Callable[[], Any], rank: int, size: int, peer: int, step: str, problem: str, waited: float, limit: float
 ) -> str:  # fmt: skip
-    return told(group(), rank, size, step, peer, problem, waited, limit)
+    said = told(group(), rank, size, step, peer, problem, waited, limit)
+    return f"{said}; what depends on it is NaN, and this group serves no other call"
 
 
 def _copy(into: Tensor, x: Tensor) -> None:
@@ -289,7 +300,7 @@ def _starts(rows: Sequence[int], tokens: int) -> list[int]:
     return found
 
 
-def _identity(device: torch.device) -> tuple[str, str]:
+def _identity(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip:
         raise RuntimeError(f"tensors are on {device}")
-    return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"

@@ -1,8 +1,8 @@
 """Words of memory by which streams of several GPUs wait for each other, and the functions of CUDA's driver for them.
 
-Each rank has some words in the memory that all ranks map: which exchange each other rank has tokens ready for, which one
-each other rank has read, a gate of each slot, and the last exchange whose tokens it has copied itself. Streams write and
-await them; the host reads and writes them only where ranks lose each other (`watch.py`).
+Each rank has some words in the memory that all ranks map: which exchange each other rank has tokens ready for, which
+one each other rank has read, a gate of each slot, and the last exchange whose tokens it has copied itself. Streams
+write and await them; the host reads and writes them only where ranks lose each other (`watch.py`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Signals:
         self._driver.write(self._stream, self._mine + 4 * self._copied, turn)
         self._driver.wait_equal(self._stream, self._mine + 4 * (self._gates + slot), OPEN)
 
-    # what the host does where ranks lose each other --------------------------------------------------------------------
+    # what the host does where ranks lose each other -----------------------------------------------------------------
 
     def begin_thread(self) -> None:
         """Let a thread call what is below."""
