@@ -227,7 +227,7 @@ class PeerMemory:
             made.zero_()
             torch.cuda.synchronize(self._device)
             self._handle = self._agree(lambda: self._symmetric.rendezvous(made, self._group()), "map")
-        self._memory, self._bytes = made, size
+        self._memory, self._bytes, self._count = made, size, 0
         own = made[: 4 * Signals.words(self._size)].view(torch.int32)
         self._signals = Signals(self._driver, self._rank, self._handle.buffer_ptrs, own, self._index)
         self._watch = Watch(self._signals, partial(_lost, self._group, self._rank, self._size))

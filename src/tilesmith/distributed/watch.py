@@ -75,6 +75,8 @@ class Watch:
         """Wait for what is under way, at most for its time limit, and look no longer."""
         if self._thread is None:
             return
+        if self._thread is threading.current_thread():  # which let go of the last reference to a group
+            self._let_through()
         limit = max((one.timeout for one in list(self._under_way)), default=0.0)
         until = time.monotonic() + limit * (1 + 1 / SHARE) + 1.0
         while self._thread.is_alive() and not self.idle and time.monotonic() < until:
