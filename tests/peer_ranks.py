@@ -40,8 +40,9 @@ class Stream:
             threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self):
-        while (one := self.todo.get()) is not None:
-            one()
+        with torch.no_grad():
+            while (one := self.todo.get()) is not None:
+                one()
 
     def do(self, work):
         work() if self.direct else self.todo.put(work)
@@ -119,7 +120,7 @@ class World:
     def __init__(self, size):
         self.size, self.changed, self.store = size, threading.Condition(), dist.HashStore()
         self.barrier = threading.Barrier(size, timeout=TIMEOUT)
-        self.values = [None] * size
+        self.values, self.mapped = [None] * size, []
 
     def gather(self, rank, value):
         self.values[rank] = value
@@ -155,6 +156,7 @@ class World:
 
     def rendezvous(self, made, group):
         memory = self.gather(group.rank, made)
+        self.mapped.append(memory)  # as mappings do, whoever gives it back
 
         def get_buffer(rank, shape, dtype, first):
             return memory[rank].view(dtype)[first : first + torch.Size(shape).numel()].view(shape)
