@@ -9,6 +9,7 @@ import itertools
 import queue
 import threading
 import types
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def _word(address):
 class Stream:
     """Does what it is told, in order, in a thread of its own."""
 
-    known = {}
+    known: ClassVar = {}
     numbers = itertools.count(1)
 
     def __init__(self, device=None, priority=0):
