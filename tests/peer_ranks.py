@@ -170,26 +170,30 @@ def copied(into, x):
     current().do(lambda: into.copy_(x))
 
 
-def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "host"):
-    """work(rank, memory of the rank, gather), in a thread for each rank; what each returned or raised."""
+def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "host", gpu=None):
+    """work(rank, memory of the rank, gather), in a thread for each rank; what each returned or raised. gpu: the device
+    whose own streams, and whose driver, all ranks use."""
     world = World(size)
     symmetric = types.SimpleNamespace(empty=allocate, rendezvous=world.rendezvous)
-    for module in (peer_memory, signals):
-        monkeypatch.setattr(module, "torch", _Torch())
     monkeypatch.setattr(peer_memory, "symmetric_memory", lambda: symmetric)
-    monkeypatch.setattr(peer_memory, "driver", lambda: world)
-    monkeypatch.setattr(peer_memory, "_identity", identity)
-    monkeypatch.setattr(peer_memory, "_copy", copied)
+    if gpu is None:
+        for module in (peer_memory, signals):
+            monkeypatch.setattr(module, "torch", _Torch())
+        monkeypatch.setattr(peer_memory, "driver", lambda: world)
+        monkeypatch.setattr(peer_memory, "_identity", identity)
+        monkeypatch.setattr(peer_memory, "_copy", copied)
     ask = {"get_rank": lambda group: group.rank, "get_world_size": lambda group: size}
     monkeypatch.setattr(peer_memory, "dist", types.SimpleNamespace(**ask))
     found = [None] * size
     groups = [Group(world, rank) for rank in range(size)]
 
     def begin(rank):
+        own = contextlib.nullcontext() if gpu is None else torch.cuda.stream(torch.cuda.Stream(gpu))
         try:
-            gather = lambda value: world.gather(rank, value)  # noqa: E731
-            memory = peer_memory.PeerMemory(groups[rank], torch.device("cpu"), gather)
-            found[rank] = work(rank, memory, gather)
+            with own:
+                gather = lambda value: world.gather(rank, value)  # noqa: E731
+                memory = peer_memory.PeerMemory(groups[rank], gpu or torch.device("cpu"), gather)
+                found[rank] = work(rank, memory, gather)
         except Exception as problem:
             found[rank] = problem
         finally:

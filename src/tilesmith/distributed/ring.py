@@ -165,9 +165,12 @@ class ProcessGroupRing:
     def release_memory(self) -> None:
         """Give symmetric memory back, as the end of the group does. All ranks call it; the next exchange makes it anew.
         Raises RingError naming a rank that does not."""
-        if self._peers.memory is not None and not self._peers.broken:
+        alike = self._peers.memory is not None and not self._peers.broken
+        if alike:
             self._gathered(None)  # nobody reads any longer what others read
         self._peers.close()
+        if alike:
+            self._gathered(None)  # what others mapped is free only now
 
     def move(self, moves: Moves, sent: Tokens, into: Tokens, step: str) -> Arrival | None:
         """Begin to move tokens between ranks through symmetric memory; None, on all ranks, where they cannot.
