@@ -316,8 +316,8 @@ class _Ring(ProcessGroupRing):
         return SYMMETRIC
 
     def _exchanged(self, mine, step):
-        told = self._told(mine)
-        return mine, lambda: {r: raw for r, raw in enumerate(told) if r != self.rank}
+        told = self._told(len(mine).to_bytes(4, "little") + mine)
+        return told[self.rank], lambda: {r: raw for r, raw in enumerate(told) if r != self.rank}
 
     def move(self, *given):
         self._dies -= 1
@@ -424,6 +424,48 @@ def test_a_call_whose_peer_dies_in_its_backward(ranks, dies, step):
         assert step in said and found is None
     else:  # the last exchange of the call: keys' gradients are NaN where others would have added to them
         assert all(x.isnan().any() for x in found[1:])
+
+
+def test_a_capture_is_refused_on_all_ranks(ranks, monkeypatch):
+    """Replays would not wait for other ranks; a rank that does not capture hears of it."""
+    capturing = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: getattr(capturing, "now", False))
+
+    def work(rank, memory, gather):
+        ring = _Ring(rank, memory, gather, timeout=TIMEOUT)
+        ring._on_gpus = True
+        mine, out = _call(rank, ring, "allgather")
+        capturing.now = rank == 1
+        for again in (lambda: _call(rank, ring, "allgather"), lambda: torch.autograd.grad(out.sum(), mine)):
+            with pytest.raises(ValueError, match=r"refused on rank 1: the stream is being captured as a CUDA graph"):
+                again()
+        capturing.now = False
+        torch.autograd.grad(out.sum(), mine)
+        return "right"
+
+    assert ranks(2, work) == ["right"] * 2
+
+
+def test_what_is_still_written_is_kept(ranks):
+    """A host that hears of the lost rank before it waits keeps the memory of what it had posted."""
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            return None
+        into = [torch.zeros(8, 1, 2, 3) for _ in range(2)]
+        _allocated.append(into)
+        posted = [memory.move(BOTH, _tensors(0), [x], "keys", SHORT, gather) for x in into]
+        until = time.monotonic() + TIMEOUT
+        while not memory.broken and time.monotonic() < until:
+            time.sleep(0.01)
+        for arrival in posted:
+            with pytest.raises(RingError, match="rank 1 did not answer"):
+                memory.wait(arrival)
+        kept = [one.kept for one in memory._under_way.values()]
+        synchronize()
+        return all(any(x is y for (y,) in kept) for x in into), all(bool(x.isnan().all()) for x in into)
+
+    assert ranks(2, work)[0] == (True, True)
 
 
 def test_two_groups_do_not_share_an_error(ranks):

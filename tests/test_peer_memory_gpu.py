@@ -91,9 +91,12 @@ def test_looking_at_exchanges_invalidates_no_capture(monkeypatch):
         if rank == 1:
             return None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(GPU)):
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):  # without torch.cuda.graph, which waits for the device first
+            graph.capture_begin()
             y = x + 1
             time.sleep(1.5)  # some looks
+            graph.capture_end()
+        assert not memory.idle
         graph.replay()
         torch.cuda.synchronize()
         return y.sum().item(), memory.broken, bool((into[0] == 1).all())

@@ -138,15 +138,14 @@ class PeerMemory:
         """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`. None,
         on all ranks, where an exchange is too large. timeout: seconds that this rank's GPU may wait for another one.
         Raises CannotShare where memory is too small and cannot grow, RingError where a rank was lost."""
+        if self._watch.broken:
+            raise RingError(self._watch.broken)
         exchange = self._exchange(moves, sent)
         if exchange.need > MOST:
             return None
         if exchange.need > self._bytes:
             self._gather = gather
             self._grow(1 << (exchange.need - 1).bit_length())
-        watch = self._watch
-        if watch.broken:
-            raise RingError(watch.broken)
         self._count += 1
         slot, turn = self._count % SLOTS, self._count & 0xFFFFFFFF
         here, signals = torch.cuda.current_stream(self._index), self._signals
@@ -175,7 +174,9 @@ class PeerMemory:
             done = self._free[slot] = side.record_event()
         self._under_way[slot] = arrival
         memory = [(x.data_ptr(), x.nbytes) for x in into] if places.sources else ()
-        watch.follow(UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory))
+        self._watch.follow(
+            UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory)
+        )
         return arrival
 
     def need(self, moves: Moves, sent: Sequence[Tensor]) -> int:
