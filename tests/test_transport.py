@@ -11,7 +11,6 @@ from tilesmith import ops
 from tilesmith.distributed import LocalRing, context_parallel_attention, explain_context_parallel
 from tilesmith.distributed.peer_memory import LEAST, MOST, _Exchange
 from tilesmith.distributed.transport import SYMMETRIC, asked_for, choose
-from tilesmith.engine import torch_private
 from tilesmith.settings import read, settings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -132,17 +131,3 @@ def test_explain_knows_the_largest_exchange(monkeypatch, mode, size, heads, mask
     outs, lses = context_parallel_attention(*shards, ring, mask, mode=mode, **degree)
     sum(x.float().sum() for x in (*outs, *lses)).backward()
     assert ring.largest == ring.asked_about
-
-
-@pytest.mark.parametrize("name", ["empty", "rendezvous", "get_buffer", "buffer_ptrs"])
-def test_a_name_that_symmetric_memory_lacks_is_said(monkeypatch, name):
-    """Ranks then go through NCCL: what cannot be shared is a reason, not an error."""
-    pytest.importorskip("torch.distributed._symmetric_memory")
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed import _symmetric_memory
-
-    assert torch_private.symmetric_memory() is _symmetric_memory
-    home = _symmetric_memory if hasattr(_symmetric_memory, name) else _SymmetricMemory
-    monkeypatch.delattr(home, name)
-    with pytest.raises(NotImplementedError, match=f"symmetric memory of PyTorch .* has no {name}"):
-        torch_private.symmetric_memory()
