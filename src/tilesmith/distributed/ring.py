@@ -102,7 +102,7 @@ class ProcessGroupRing:
     timeout: seconds that a rank may keep the others waiting, also their GPUs. transport: "symmetric_memory", by which
     GPUs of one host exchange tokens through memory that all of them map, by copy engines; "nccl" or "gloo", the group's
     own backend; "auto": what TILESMITH_TRANSPORT says, else symmetric memory where ranks can share it, which the first
-    exchange finds out; what keeps them from it is told at INFO. head_start: microseconds for which kernels on a GPU
+    exchange finds out; which it is, and why, is told at INFO. head_start: microseconds for which kernels on a GPU
     wait after NCCL's transfers are posted, so that these find multiprocessors before attention takes them all.
     Signatures are compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same
     ranks that is made at the first comparison.
@@ -149,11 +149,13 @@ class ProcessGroupRing:
         return choose(self.asked, self._backend, torch.device(kind), refused=refused, held=held, need=need)
 
     def _through(self, device: torch.device) -> str:
-        """The name of the transport but for exchanges that are too large, found out once."""
+        """The name of the transport but for exchanges that are too large, found out and told at INFO once."""
         key = device.type, self._peers.refused
         found = self._chosen.get(key)
         if found is None:
-            found = self._chosen[key] = self.transport(device).name
+            transport = self.transport(device)
+            log.info("rank %d: tokens travel by %s", self.rank, transport)
+            found = self._chosen[key] = transport.name
         return found
 
     @property
@@ -187,7 +189,7 @@ class ProcessGroupRing:
             arrival = peers.memory.move(moves, mine, theirs, step, self._limit, self._gathered)
         except CannotShare as problem:
             peers.memory, peers.refused = None, str(problem)
-            log.info("%s", f"rank {self.rank}: tokens travel by {self.transport(device)}")
+            self._through(device)  # says so
             return None
         except RingError:
             raise
