@@ -11,7 +11,7 @@ import tilesmith.distributed.peer_memory as peer_memory
 import tilesmith.distributed.ring as ring_module
 import tilesmith.distributed.transport as transport_module
 import tilesmith.distributed.watch as watch
-from peer_ranks import TIMEOUT, copied, current, run, synchronize
+from peer_ranks import TIMEOUT, World, copied, current, run, synchronize
 from tilesmith import ops
 from tilesmith.distributed import Layout, LocalRing, ProcessGroupRing, RingError, context_parallel_attention
 from tilesmith.distributed.schedule import Moves, Transfer
@@ -115,6 +115,18 @@ def test_ranks_that_cannot_share_all_say_which_of_them(ranks):
 
     for problem in ranks(2, lambda *_: None, allocate=once):
         assert isinstance(problem, peer_memory.CannotShare) and "cannot allocate: RuntimeError" in str(problem)
+
+
+def test_a_driver_without_waits_is_told_before_anything_waits(ranks, monkeypatch):
+    """As on devices that lack them; all ranks then know."""
+
+    def lacking(self, stream, address, value):
+        raise RuntimeError("cuStreamWaitValue32 gave CUDA error 801")
+
+    monkeypatch.setattr(World, "wait_equal", lacking)
+    for problem in ranks(2, lambda *_: None):
+        assert isinstance(problem, peer_memory.CannotShare)
+        assert "rank 0 cannot let streams wait for memory: RuntimeError: cuStreamWaitValue32 gave" in str(problem)
 
 
 # ranks that are lost ------------------------------------------------------------------------------------------------
@@ -550,6 +562,24 @@ def test_what_is_still_written_is_kept(ranks):
         return all(any(x is y for (y,) in kept) for x in into), all(bool(x.isnan().all()) for x in into)
 
     assert ranks(2, work)[0] == (True, True)
+
+
+def test_a_watch_that_cannot_tell_still_lets_the_gpu_go_on(ranks, monkeypatch):
+    def mute(*given):
+        raise KeyError("no store")
+
+    monkeypatch.setattr(peer_memory, "told", mute)
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            return None
+        into = torch.zeros(8, 1, 2, 3)
+        _moved(memory, BOTH, _tensors(0), [into], gather, timeout=SHORT)
+        synchronize()
+        return bool(into.isnan().all()), memory.broken
+
+    right, said = ranks(2, work)[0]
+    assert right and said == "exchanges cannot be watched: KeyError: 'no store'"
 
 
 def test_two_groups_do_not_share_an_error(ranks):

@@ -233,7 +233,8 @@ class PeerMemory:
         self._signals = Signals(self._driver, self._rank, self._handle.buffer_ptrs, own, self._index)
         self._watch = Watch(self._signals, partial(_lost, self._group, self._rank, self._size))
         weakref.finalize(self, self._watch.end)  # also when the process ends, before CUDA does
-        self._gather(None)  # all flags are 0 before one is raised
+        # also tells that all flags are 0 before one is raised
+        self._agree(lambda: self._signals.pass_gate(0, 0), "let streams wait for memory")
 
     def _allocated(self, size: int) -> Tensor:
         allocate = partial(self._symmetric.empty, size, dtype=torch.uint8, device=self._device)

@@ -8,6 +8,7 @@ freed, and each later call raises the error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -99,6 +100,8 @@ class Watch:
         except Exception as problem:  # whatever CUDA says, which it then says to all
             self.broken = self.broken or f"exchanges cannot be watched: {type(problem).__name__}: {problem}"
             log.error("%s", self.broken)
+            with contextlib.suppress(Exception):  # the GPU may still listen
+                self._let_through()
 
     def _began_since(self) -> bool:
         """Fall asleep, unless an exchange came meanwhile."""
