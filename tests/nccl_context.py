@@ -1,7 +1,7 @@
 """What GPUs check of context parallelism over NCCL, with any number of them; without GPUs shorter, over gloo.
 
 torchrun --nproc-per-node 2 tests/nccl_context.py   # values in bf16, disagreement, stalls, torch's own with our kernels
-python tests/nccl_context.py killed 2               # a rank that is killed
+python tests/nccl_context.py lost 2                 # ranks that are killed or stall, between calls and within them
 
 Each rank says how each check went; the exit code is the number of those that failed.
 """
@@ -64,7 +64,7 @@ def check_peer_memory():
     if not torch.cuda.is_available():
         assert ProcessGroupRing().shares_memory is False
         return
-    by_engine, by_nccl = ProcessGroupRing(), ProcessGroupRing(peer_memory=False)
+    by_engine, by_nccl = ProcessGroupRing(), ProcessGroupRing(transport="nccl")
     rank, size = dist.get_rank(), dist.get_world_size()
     window = ops.Mask(causal=True, window=127)  # the first rank reads nothing, and has no gradients of others' keys
     each = [(Layout.zigzag(tokens, size), CAUSAL) for tokens in (512, 4096, 514, 65536, 1024)]
@@ -79,6 +79,32 @@ def check_peer_memory():
             for x, y in zip(*found, strict=True):
                 assert torch.equal(x, y), (layout.tokens, mask, mode)
     assert by_engine.shares_memory and by_nccl.shares_memory is False
+    assert by_engine.transport().name == "symmetric_memory" and by_nccl.transport().name == "nccl"
+    held = by_engine.memory_held
+    free = torch.cuda.mem_get_info()[0]
+    by_engine.release_memory()
+    assert by_engine.memory_held == 0 and torch.cuda.mem_get_info()[0] - free >= held > 0
+    outs = [context_parallel_attention(*mine, ring, mask, layout=layout)[0] for ring in (by_nccl, by_engine)]
+    assert torch.equal(*outs) and by_engine.memory_held  # made anew
+
+
+def check_what_a_capture_is_told():
+    """Replays would not wait for other ranks: refused where copy engines serve."""
+    if not torch.cuda.is_available():
+        return
+    ring = ProcessGroupRing()
+    q, k, v = inputs(EVEN)
+    context_parallel_attention(q, k, v, ring, CAUSAL)
+    synchronize(current_device())
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            context_parallel_attention(q, k, v, ring, CAUSAL)
+    except ValueError as problem:
+        assert "captured as a CUDA graph" in str(problem), problem
+    else:
+        raise AssertionError("nothing was raised")
+    context_parallel_attention(q, k, v, ring, CAUSAL)
 
 
 @contextlib.contextmanager
@@ -175,47 +201,108 @@ def check_a_stalled_rank():
         raise AssertionError("nothing was raised")
 
 
-def _outlives(rank, size, port, told):
-    """A rank of `killed`: the last one is killed before the third call; the others say what they saw of it."""
+LIMIT = 10.0  # seconds: the time limit of ranks that lose one
+HOWS = {  # what the last rank does, and in which step
+    "killed": ("killed", ""),
+    "killed within a forward": ("killed", "keys, step 1"),
+    "killed within a backward": ("killed", "gradients of keys"),
+    "stalled within a forward": ("stalled", "keys, step 1"),
+    "stalled within a backward": ("stalled", "keys for gradients"),
+}
+
+
+class Lossy(ProcessGroupRing):
+    """A rank that is killed, or stalls, when all agree about a call and it is about to exchange tokens."""
+
+    does, where = "", "nowhere"
+
+    def move(self, moves, sent, into, step):
+        if step.startswith(self.where):
+            if self.does == "killed":
+                os._exit(9)
+            time.sleep(2.5 * LIMIT)
+        return super().move(moves, sent, into, step)
+
+
+def _outlives(rank, size, port, how, told):
+    """A rank of `lost`: the last one is lost in its third call; the others say what they saw of it."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    does, where = HOWS[how]
     with process_group():
         device = current_device()
-        ring = ProcessGroupRing(timeout=20.0)
+        ring = Lossy(timeout=LIMIT)
         q, k, v = (x.requires_grad_() for x in inputs(EVEN))
-        call = lambda: context_parallel_attention(q, k, v, ring, CAUSAL)[0].sum().backward()  # noqa: E731
+        call = lambda: context_parallel_attention(q, k, v, ring, CAUSAL, mode="allgather")[0]  # noqa: E731
+        gradients = lambda: torch.autograd.grad(call().sum(), (q, k, v))  # noqa: E731
         for _ in range(2):  # NCCL takes its buffers
-            call()
+            gradients()
         synchronize(device)
         before, began = memory_in_use(device), time.monotonic()
         if rank == size - 1:
-            os._exit(9)
-        said = ""
+            if not where:
+                os._exit(9)
+            ring.does, ring.where = does, where
+            with contextlib.suppress(RingError):
+                gradients()
+                call()
+            os._exit(0)
+        said, used = _lost(call, gradients, "backward" in how, device)
+        seconds = time.monotonic() - began
+        again, began = "", time.monotonic()
         try:
             call()
         except RingError as problem:
-            said = str(problem)
+            again = str(problem)
+        if ring.shares_memory and where:  # the group knows; a comparison with gloo asks again
+            used += "" if time.monotonic() - began < 1.0 and where in again else f"; the next call: {again!r}"
+            used += f"; {ring.memory_held} bytes of symmetric memory" if ring.memory_held else ""
         synchronize(device)
-        told.put((rank, said, time.monotonic() - began, memory_in_use(device) - before))
+        told.put((rank, said, used, seconds, memory_in_use(device) - before))
         told.close()
         told.join_thread()
         os._exit(0)  # the group cannot be ended without the rank that is gone
 
 
-def killed(size) -> int:
-    """Every rank that is left names the one that is gone, in time, and has its memory back."""
-    spawning = multiprocessing.get_context("spawn")
-    told, failures = spawning.Queue(), 0
-    ranks = [spawning.Process(target=_outlives, args=(rank, size, 29517, told)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for _ in range(size - 1):
-        rank, said, seconds, kept = told.get(timeout=120)
-        right = f"rank {size - 1} " in said and seconds < 25 and kept <= 0
-        failures += not right
-        sys.stdout.write(f"rank {rank}: {'ok' if right else 'WRONG'}, {seconds:.1f} s, {kept} bytes kept: {said}\n")
-    for process in ranks:
-        process.join(60)
+def _lost(call, gradients, in_backward, device) -> tuple[str, str]:
+    """What a rank hears whose peer is lost, and what it could have used by mistake."""
+    try:
+        found = gradients() if in_backward else (call(),)
+        synchronize(device)  # in time, though a GPU waited in vain
+    except RingError as problem:
+        return str(problem), ""
+    used = "" if any(x.isnan().any() for x in found) else "no NaN in what a call gave"
+    try:
+        call()
+    except RingError as problem:
+        return str(problem), used
+    return "", used
+
+
+def lost(size, only="") -> int:
+    """Every rank that is left names the one that is gone in time, uses nothing of its call, has its memory back."""
+    failures = 0
+    for place, how in enumerate(HOWS):
+        if only not in how:
+            continue
+        spawning = multiprocessing.get_context("spawn")
+        told = spawning.Queue()
+        started = [(rank, size, 29517 + place, how, told) for rank in range(size)]
+        ranks = [spawning.Process(target=_outlives, args=each) for each in started]
+        for process in ranks:
+            process.start()
+        for _ in range(size - 1):
+            rank, said, used, seconds, kept = told.get(timeout=180)
+            right = f"rank {size - 1} " in said and HOWS[how][1] in said and not used
+            right = right and seconds < LIMIT * 1.2 + 3.0 and kept <= 0
+            failures += not right
+            about = f"{seconds:.1f} s, {kept} bytes kept: {said} {used}"
+            sys.stdout.write(f"{how}: rank {rank}: {'ok' if right else 'WRONG'}, {about}\n")
+            sys.stdout.flush()
+        for process in ranks:
+            process.join(60)
+            if process.exitcode is None:
+                process.terminate()
     return failures
 
 
@@ -238,4 +325,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(killed(int(sys.argv[2])) if sys.argv[1:2] == ["killed"] else main())
+    sys.exit(lost(int(sys.argv[2]), *sys.argv[3:]) if sys.argv[1:2] == ["lost"] else main())

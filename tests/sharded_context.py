@@ -3,7 +3,10 @@ test_context_parallel.py in one spawn."""
 
 import contextlib
 import copy
+import gc
 import time
+import types
+import weakref
 
 import numpy as np
 import pytest
@@ -13,8 +16,16 @@ import torch.distributed as dist
 import tilesmith.distributed.cost as cost
 import tilesmith.distributed.prepared as prepared
 from tilesmith import ops
-from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention
+from tilesmith.distributed import (
+    Layout,
+    ProcessGroupRing,
+    RingError,
+    context_parallel_attention,
+    explain_context_parallel,
+    ring_of,
+)
 from tilesmith.distributed.parts import Split, Splits
+from tilesmith.distributed.transport import peers_of
 
 STARTS = (0, 5, 5, 17, 29)
 
@@ -375,6 +386,42 @@ def check_refusals(mesh):
         context_parallel_attention(x, x, x, "cuda")
     with pytest.raises(ValueError, match="timeout is 5, but group is a Ring"):
         context_parallel_attention(x, x, x, ProcessGroupRing(mesh.get_group()), timeout=5)
+
+
+def check_transports(mesh):
+    """What moves tokens is told; what cannot is refused; ranks that ask for different ones hear of it."""
+    group, x = mesh.get_group(), torch.randn(1, 2, 8, 8)
+    ring = ProcessGroupRing(group)
+    assert ring.transport().name == "gloo" and "tensors are on cpu" in ring.transport().because
+    assert ring.shares_memory is False and ring.memory_held == 0
+    said = explain_context_parallel(8 * mesh.size(), mesh.size(), heads=2, head_dim=8, group=mesh)
+    assert said.transport == ring.transport() and str(said).endswith(str(ring.transport()))
+    for name, match in (("nccl", "backend .* is gloo"), ("symmetric_memory", "on cpu"), ("tcp", "must be one of")):
+        with pytest.raises(ValueError, match=f"transport.*{match}"):
+            ProcessGroupRing(group, transport=name)
+    for timeout in (0, -1.0, None, float("inf"), True):
+        with pytest.raises((ValueError, TypeError), match="timeout must be"):
+            ProcessGroupRing(group, timeout)
+    odd = ProcessGroupRing(group, transport="gloo" if mesh.get_rank() == 0 else "auto")
+    with pytest.raises(ValueError, match=r"transport must be the same on all ranks, got 'gloo' on rank 0; 'auto' on"):
+        context_parallel_attention(x, x, x, odd)
+    ring.release_memory()  # there is none
+    context_parallel_attention(x, x, x, ProcessGroupRing(group, transport="gloo"))
+
+
+def check_that_a_group_ends_with_all_it_holds(mesh):
+    """Neither rings nor what ranks share outlive a group that was destroyed; rings that somebody keeps say so."""
+    group, x = dist.new_group(list(range(mesh.size())), backend="gloo"), torch.randn(1, 2, 8, 8)
+    context_parallel_attention(x, x, x, group)
+    kept, ended = ProcessGroupRing(group), []
+    peers_of(group).memory = types.SimpleNamespace(broken="", close=lambda: ended.append("closed"))
+    weak = weakref.ref(ring_of(group))
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert weak() is None and ended == ["closed"]
+    with pytest.raises(RuntimeError, match="its process group was destroyed"):
+        context_parallel_attention(x, x, x, kept)
 
 
 class _Lost(ProcessGroupRing):

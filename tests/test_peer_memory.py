@@ -1,108 +1,38 @@
-"""Exchanges through memory that ranks share, with threads for ranks: streams are in order there, and flags block."""
+"""Exchanges through memory that ranks share, with threads for ranks and for streams; ranks that die or stall."""
 
-import contextlib
 import random
 import threading
-import types
+import time
 
 import pytest
 import torch
 
 import tilesmith.distributed.peer_memory as peer_memory
+import tilesmith.distributed.ring as ring_module
+import tilesmith.distributed.transport as transport_module
+import tilesmith.distributed.watch as watch
+from peer_ranks import TIMEOUT, World, copied, current, run, synchronize
+from tilesmith import ops
+from tilesmith.distributed import Layout, LocalRing, ProcessGroupRing, RingError, context_parallel_attention
 from tilesmith.distributed.schedule import Moves, Transfer
-
-TIMEOUT = 20.0
-
-
-class _World:
-    """Everything that ranks of one host have in common."""
-
-    def __init__(self, size):
-        self.size, self.changed = size, threading.Condition()
-        self.barrier = threading.Barrier(size, timeout=TIMEOUT)
-        self.values, self.flags = [None] * size, {}
-
-    def gather(self, rank, value):
-        self.values[rank] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
-        return found
-
-    def write(self, stream, address, value):
-        with self.changed:
-            self.flags[address] = value
-            self.changed.notify_all()
-
-    def wait(self, stream, address, value):
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.flags.get(address, 0) >= value, TIMEOUT), "a flag never came"
-
-    def rendezvous(self, made, group):
-        memory = self.gather(group.rank, made)
-
-        def get_buffer(rank, shape, dtype, first):
-            return memory[rank].view(dtype)[first : first + torch.Size(shape).numel()].view(shape)
-
-        return types.SimpleNamespace(buffer_ptrs=[x.data_ptr() for x in memory], get_buffer=get_buffer)
-
-
-class _Stream:
-    cuda_stream = 0
-
-    def __init__(self, *_, **__):
-        pass
-
-    def record_event(self):
-        return None
-
-    def wait_event(self, event):
-        pass
-
-
-class _Torch:
-    """torch, without a GPU."""
-
-    cuda = types.SimpleNamespace(
-        Stream=_Stream, Event=object, current_stream=lambda index: _Stream(), stream=lambda s: contextlib.nullcontext(),
-        device=lambda d: contextlib.nullcontext(), synchronize=lambda d: None, empty_cache=lambda: None,
-    )  # fmt: skip
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
+from tilesmith.distributed.transport import SYMMETRIC, Peers
 
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """run(size, work): work(rank, memory of the rank), in a thread for each rank; what each returned or raised."""
+    """run(size, work): work(rank, memory of the rank, gather) in a thread for each rank; what each gave or raised."""
+    return lambda size, work, **named: run(monkeypatch, size, work, **named)
 
-    def run(size, work, allocate=torch.empty, identity=lambda device: "host"):
-        world = _World(size)
-        symmetric = types.SimpleNamespace(empty=allocate, rendezvous=world.rendezvous)
-        monkeypatch.setattr(peer_memory, "torch", _Torch())
-        monkeypatch.setattr(peer_memory, "_symmetric_memory", lambda: symmetric)
-        monkeypatch.setattr(peer_memory, "_driver", lambda: world)
-        monkeypatch.setattr(peer_memory, "_identity", identity)
-        ask = {"get_rank": lambda group: group.rank, "get_world_size": lambda group: size}
-        monkeypatch.setattr(peer_memory, "dist", types.SimpleNamespace(**ask))
-        found = [None] * size
 
-        def begin(rank):
-            try:
-                group = types.SimpleNamespace(rank=rank)
-                gather = lambda value: world.gather(rank, value)  # noqa: E731
-                found[rank] = work(rank, peer_memory.PeerMemory(group, torch.device("cpu"), gather))
-            except Exception as problem:
-                found[rank] = problem
+def _moved(memory, moves, sent, into, gather, step="keys, step 1 of 1", timeout=TIMEOUT):
+    """Post an exchange, let the current stream wait for it."""
+    _allocated.append(into)
+    arrival = memory.move(moves, sent, into, step, timeout, gather)
+    memory.wait(arrival)
+    return arrival
 
-        threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * TIMEOUT)
-        return found
 
-    return run
+_allocated = []  # what a stream may still write; PyTorch's allocator for GPUs keeps memory, too
 
 
 def _drawn(r, size, tokens):
@@ -134,11 +64,12 @@ def test_what_arrives_is_what_was_sent(ranks, monkeypatch, size):
         [[(torch.randn(40, 2, 3, d) * 9).to(k) for d, k in zip((4, 1), kind)] for _ in range(size)] for kind in kinds
     ]
 
-    def work(rank, memory):
+    def work(rank, memory, gather):
         for (moves, landed), mine, kind in zip(exchanges, sent, kinds, strict=True):
             many = next((m.heads[1] - m.heads[0] for m in moves if m.target == rank and m.heads), 3)
             into = [torch.zeros(landed[rank], 2, many, d, dtype=k) for d, k in zip((4, 1), kind)]
-            memory.wait(memory.move(moves, mine[rank], into))
+            _moved(memory, moves, mine[rank], into, gather)
+            synchronize()
             for move in moves:
                 if move.target == rank:
                     heads = slice(None) if move.heads is None else slice(*move.heads)
@@ -153,9 +84,10 @@ def test_what_arrives_is_what_was_sent(ranks, monkeypatch, size):
 def test_a_rank_may_hold_no_tokens(ranks):
     moves = Moves([Transfer(0, 1, 0, 0, 5)])
 
-    def work(rank, memory):
+    def work(rank, memory, gather):
         sent, into = torch.arange(5.0 * (1 - rank)).view(-1, 1, 1, 1), torch.zeros(5 * rank, 1, 1, 1)
-        memory.wait(memory.move(moves, [sent], [into]))
+        _moved(memory, moves, [sent], [into], gather)
+        synchronize()
         return into.flatten().tolist()
 
     assert ranks(2, work) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
@@ -164,15 +96,15 @@ def test_a_rank_may_hold_no_tokens(ranks):
 def test_an_exchange_that_is_too_large_is_left_to_others(ranks, monkeypatch):
     monkeypatch.setattr(peer_memory, "MOST", 1 << 12)
     moves = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 1)])
-    work = lambda rank, memory: memory.move(moves, [torch.ones(2000, 1, 1, 1)], [torch.ones(2000, 1, 1, 1)])  # noqa: E731
-    assert ranks(2, work) == [None, None]
+    x = [torch.ones(2000, 1, 1, 1)]
+    assert ranks(2, lambda rank, memory, gather: memory.move(moves, x, x, "keys", TIMEOUT, gather)) == [None, None]
 
 
 def test_ranks_that_cannot_share_all_say_which_of_them(ranks):
     def unlike(device):
         return threading.get_ident()
 
-    for problem in ranks(2, lambda rank, memory: None, identity=unlike):
+    for problem in ranks(2, lambda *_: None, identity=unlike):
         assert isinstance(problem, peer_memory.CannotShare) and "several hosts" in str(problem)
     calls = iter(range(100))
 
@@ -181,5 +113,485 @@ def test_ranks_that_cannot_share_all_say_which_of_them(ranks):
             raise RuntimeError("out of memory")
         return torch.empty(*size, **named)
 
-    for problem in ranks(2, lambda rank, memory: None, allocate=once):
+    for problem in ranks(2, lambda *_: None, allocate=once):
         assert isinstance(problem, peer_memory.CannotShare) and "cannot allocate: RuntimeError" in str(problem)
+
+
+def test_a_driver_without_waits_is_told_before_anything_waits(ranks, monkeypatch):
+    """As on devices that lack them; all ranks then know."""
+
+    def lacking(self, stream, address, value):
+        raise RuntimeError("cuStreamWaitValue32 gave CUDA error 801")
+
+    monkeypatch.setattr(World, "wait_equal", lacking)
+    for problem in ranks(2, lambda *_: None):
+        assert isinstance(problem, peer_memory.CannotShare)
+        assert "rank 0 cannot let streams wait for memory: RuntimeError: cuStreamWaitValue32 gave" in str(problem)
+
+
+# ranks that are lost ------------------------------------------------------------------------------------------------
+
+SHORT = 0.4  # seconds: the time limit where a rank is lost
+BOTH = Moves([Transfer(0, 1, 0, 0, 8), Transfer(1, 0, 0, 0, 8)])
+
+
+def _tensors(rank, tokens=8, dtype=torch.float32):
+    return [torch.full((tokens, 1, 2, 3), float(rank + 1), dtype=dtype)]
+
+
+def _read(into):
+    """What the current stream finds in a tensor, when it comes to it."""
+    found = torch.zeros_like(into)
+    copied(found, into)
+    return found
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_rank_that_dies_leaves_nan_and_an_error(ranks, before, behind):
+    """Its peer goes on in time, with exchanges posted behind the one that was lost; NaN comes before the arrival."""
+
+    def work(rank, memory, gather):
+        for _ in range(before):
+            into = torch.zeros(8, 1, 2, 3)
+            _moved(memory, BOTH, _tensors(rank), [into], gather)
+            synchronize()
+            assert (into == 2.0 - rank).all()
+        if rank == 1:
+            return "dead"
+        began, found = time.monotonic(), []
+        for i in range(1 + behind):
+            into = torch.zeros(8, 1, 2, 3)
+            _moved(memory, BOTH, _tensors(0), [into], gather, f"keys, step {i + 1} of 9", SHORT)
+            found.append(_read(into))
+        synchronize()
+        assert SHORT <= time.monotonic() - began < SHORT + 1.5
+        assert all(x.isnan().all() for x in found)
+        for _ in range(2):
+            with pytest.raises(RingError, match=r"rank 0: keys, step 1 of 9: rank 1 did not answer .*limit 0.4 s"):
+                memory.move(BOTH, _tensors(0), _tensors(0), "keys", SHORT, gather)
+        assert memory.idle and memory.held
+        memory.close()
+        assert memory.held == 0 and "rank 1" in memory.broken
+        return "right"
+
+    assert ranks(2, work) == ["right", "dead"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_nan_in_each_dtype(ranks, dtype):
+    def work(rank, memory, gather):
+        into = _tensors(7, dtype=dtype)
+        if rank == 0:
+            _moved(memory, BOTH, _tensors(0, dtype=dtype), into, gather, timeout=SHORT)
+            synchronize()
+        return bool(into[0].isnan().all())
+
+    assert ranks(2, work) == [True, False]
+
+
+def test_a_rank_that_never_reads(ranks):
+    """Its peer's next exchange would wait for it. What the peer itself received stays."""
+    moves = Moves([Transfer(0, 1, 0, 0, 8), Transfer(1, 0, 0, 0, 8)])
+    only = Moves([Transfer(0, 1, 0, 0, 8)])
+
+    def work(rank, memory, gather):
+        into = torch.zeros(8, 1, 2, 3)
+        _moved(memory, moves, _tensors(rank), [into], gather)
+        if rank == 1:
+            return None
+        _moved(memory, only, _tensors(0), [], gather, "gradients of keys", SHORT)
+        synchronize()
+        until = time.monotonic() + TIMEOUT
+        while not memory.broken and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (into == 2.0).all()
+        return memory.broken
+
+    said = ranks(2, work)[0]
+    assert "gradients of keys: rank 1 did not answer" in said and "did not read" in said
+
+
+def test_a_rank_that_comes_late_is_not_held_up_and_is_not_wrong(ranks):
+    """It finds what its peer had sent, and never values that nobody sent."""
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            time.sleep(4 * SHORT)
+        into, found = torch.zeros(8, 1, 2, 3), []
+        for _ in range(2):
+            _moved(memory, BOTH, _tensors(rank), [into], gather, timeout=SHORT)
+            found.append(_read(into))
+        synchronize()
+        return found
+
+    lost, late = ranks(2, work)
+    assert all(x.isnan().all() for x in lost)
+    assert all((x == 1.0).all() for x in late)
+
+
+def test_only_ranks_that_need_the_lost_one_lose_anything(ranks):
+    """Rank 2 reads rank 0, which waits in vain for rank 1; rank 2's memory is never written by others."""
+    moves = Moves([Transfer(1, 0, 0, 0, 8), Transfer(0, 2, 0, 0, 8)])
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            return None
+        into = torch.zeros(8, 1, 2, 3)
+        _moved(memory, moves, _tensors(rank), [into], gather, timeout=SHORT)
+        synchronize()
+        return into, memory.broken
+
+    (first, broken), _, (third, fine) = ranks(3, work)
+    assert first.isnan().all() and "rank 1 did not answer" in broken
+    assert (third == 1.0).all() and not fine
+
+
+def test_ranks_that_wait_for_one_that_gave_up_name_the_one_that_is_lost(ranks):
+    """In a ring of three, two ranks are held up by the third; one of them only by way of the other."""
+    chain = Moves([Transfer(2, 0, 0, 0, 8), Transfer(0, 1, 0, 0, 8)])
+
+    def work(rank, memory, gather):
+        if rank == 2:
+            return None
+        for i in range(2):  # the second exchange of rank 0 stands behind its first
+            _moved(memory, chain, _tensors(rank), [torch.zeros(8, 1, 2, 3)], gather, f"keys, step {i + 1}", SHORT)
+        synchronize()
+        return memory.broken
+
+    first, second, _ = ranks(3, work)
+    assert first.startswith("rank 0: keys, step 1: rank 2 did not answer")
+    assert second.startswith("rank 1: keys, step 2: rank 0 gave up: in 'keys, step 1' of rank 0 rank 2 did not answer")
+
+
+def test_a_gpu_that_is_busy_itself_is_not_late(ranks):
+    """Time counts from when a stream comes to wait for others, not from when the host posts."""
+    gate = threading.Event()
+
+    def work(rank, memory, gather):
+        into = torch.zeros(8, 1, 2, 3)
+        current().do(lambda: gate.wait(TIMEOUT))
+        _moved(memory, BOTH, _tensors(rank), [into], gather, timeout=SHORT)
+        if rank == 1:
+            time.sleep(3 * SHORT)
+            gate.set()
+        synchronize()
+        return memory.broken, bool((into == 2.0 - rank).all())
+
+    assert ranks(2, work) == [("", True)] * 2
+
+
+def test_the_watch_sleeps_where_nothing_is_under_way_and_ends(ranks, monkeypatch):
+    monkeypatch.setattr(watch, "PERIOD", 0.02)
+
+    def work(rank, memory, gather):
+        watching = memory._watch
+        assert watching._thread is None  # nothing was exchanged yet
+        for _ in range(3):
+            _moved(memory, BOTH, _tensors(rank), _tensors(rank), gather)
+            synchronize()
+            until = time.monotonic() + TIMEOUT
+            while not watching._asleep and time.monotonic() < until:
+                time.sleep(0.01)
+            assert watching._asleep and watching._thread.is_alive() and watching.idle
+        memory.close()
+        assert memory.held == 0 and not watching._thread.is_alive()
+        _moved(memory, BOTH, _tensors(rank), into := _tensors(rank), gather)  # memory is made anew
+        synchronize()
+        assert memory.held and (into[0] == 2.0 - rank).all()
+        return "right"
+
+    assert ranks(2, work) == ["right"] * 2
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_end_of_a_process_waits_no_longer_than_the_time_limit(ranks, begun):
+    """Also for a GPU that is held up by something else."""
+    held_up = threading.Event()
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            return None
+        if not begun:
+            current().do(lambda: held_up.wait(TIMEOUT))
+        _moved(memory, BOTH, _tensors(0), [torch.zeros(8, 1, 2, 3)], gather, timeout=SHORT)
+        began = time.monotonic()
+        memory._watch.end()  # what finalize calls
+        took, thread = time.monotonic() - began, memory._watch._thread
+        held_up.set()
+        return took < SHORT + 2, thread.is_alive(), bool(memory.broken)
+
+    assert ranks(2, work)[0] == (True, False, begun)
+
+
+def test_memory_that_nobody_uses_ends_its_watch(ranks):
+    def work(rank, memory, gather):
+        _moved(memory, BOTH, _tensors(rank), _tensors(rank), gather)
+        synchronize()
+        return memory._watch._thread
+
+    for thread in ranks(2, work):
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+
+
+class _Ring(ProcessGroupRing):
+    """A rank of a group that compares through the test, and vanishes at its move number `dies`."""
+
+    def __init__(self, rank, memory, gather, size=2, dies=-1, timeout=SHORT):
+        self._group, self.size, self.rank, self.ranks = memory._group, size, rank, (rank,)
+        self._limit, self.asked, self._on_gpus = timeout, "auto", False
+        self._peers, self._told, self._dies = Peers(), gather, dies
+        self._peers.memory = memory
+
+    group = property(lambda self: self)
+
+    def _through(self, device):
+        return SYMMETRIC
+
+    def _exchanged(self, mine, step):
+        told = self._told(len(mine).to_bytes(4, "little") + mine)
+        return told[self.rank], lambda: {r: raw for r, raw in enumerate(told) if r != self.rank}
+
+    def move(self, *given):
+        self._dies -= 1
+        if self._dies == -1:
+            raise InterruptedError
+        return super().move(*given)
+
+    def wait(self, posted):
+        super().wait(posted)
+        synchronize()  # kernels of the CPU do not wait for streams
+
+
+def _shards(tokens=32):
+    """The layout, and q, k and v of each of two ranks."""
+    layout, generator = Layout.zigzag(tokens, 2), torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, tokens, 4, generator=generator) for _ in range(3)]
+    return layout, [[layout.shard(x, r, 2).requires_grad_() for r in range(2)] for x in whole]
+
+
+def _call(rank, ring, mode):
+    layout, shards = _shards()
+    mine = [x[rank] for x in shards]
+    out, _ = context_parallel_attention(*mine, ring, ops.Mask(causal=True), mode=mode, layout=layout)
+    return mine, out
+
+
+MODES = ("allgather", "ring", "ulysses")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_through_memory_have_the_values_of_one_process(ranks, mode):
+    def work(rank, memory, gather):
+        mine, out = _call(rank, _Ring(rank, memory, gather, timeout=TIMEOUT), mode)
+        return out.detach(), torch.autograd.grad(out.square().sum(), mine)
+
+    found = ranks(2, work)
+    layout, shards = _shards()
+    outs, _ = context_parallel_attention(*shards, LocalRing(2), ops.Mask(causal=True), mode=mode, layout=layout)
+    gradients = torch.autograd.grad(sum(x.square().sum() for x in outs), [x for each in shards for x in each])
+    for r, (out, some) in enumerate(found):
+        assert torch.equal(out, outs[r])
+        assert all(torch.equal(x, y) for x, y in zip(some, gradients[r::2]))
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_a_call_whose_peer_dies_in_its_forward(ranks, mode):
+    """What depends on the lost rank is NaN, and nothing else is; the next call raises at once."""
+
+    def work(rank, memory, gather):
+        ring = _Ring(rank, memory, gather, dies=0 if rank else -1)
+        if rank == 1:
+            with pytest.raises(InterruptedError):
+                _call(rank, ring, mode)
+            return None
+        _, out = _call(rank, ring, mode)
+        began = time.monotonic()
+        for again in (lambda: _call(rank, ring, mode), lambda: out.sum().backward()):
+            with pytest.raises(RingError, match=r"rank 0: keys, step 1 of 1: rank 1 did not answer .* no other call"):
+                again()
+        assert time.monotonic() - began < 2 * SHORT and ring.memory_held == 0
+        return out.detach()
+
+    found = ranks(2, work)[0]
+    layout, shards = _shards()
+    expected, _ = context_parallel_attention(*shards, LocalRing(2), ops.Mask(causal=True), mode=mode, layout=layout)
+    first, last = found.split(8, 2)  # rank 0 has the first quarter, which sees no other rank's keys, and the last
+    assert torch.equal(first, expected[0][:, :, :8]) and last.isnan().all()
+
+
+def test_a_call_whose_peer_dies_between_two_exchanges(ranks):
+    """Heads of q and of k travel one after the other; an error says in which of them."""
+
+    def work(rank, memory, gather):
+        with pytest.raises((RingError, InterruptedError)) as raised:
+            _call(rank, _Ring(rank, memory, gather, dies=1 if rank else -1), "ulysses")
+        return str(raised.value)
+
+    said = ranks(2, work)[0]
+    assert "rank 0: heads of k and v: rank 1 did not answer" in said
+
+
+@pytest.mark.parametrize("dies, step", [(1, "keys for gradients, step 1 of 1"), (2, "gradients of keys")])
+def test_a_call_whose_peer_dies_in_its_backward(ranks, dies, step):
+    def work(rank, memory, gather):
+        ring = _Ring(rank, memory, gather, dies=dies if rank else -1)
+        mine, out = _call(rank, ring, "ring")
+        if rank == 1:
+            with pytest.raises(InterruptedError):
+                torch.autograd.grad(out.sum(), mine)
+            return None
+        said, found = "", None
+        try:
+            found = torch.autograd.grad(out.sum(), mine)
+        except RingError as problem:  # its next exchange found the rank lost
+            said = str(problem)
+        with pytest.raises(RingError, match=f"rank 0: {step}: rank 1 did not answer"):
+            _call(rank, ring, "ring")
+        assert ring.memory_held == 0
+        return out.detach(), said, found
+
+    out, said, found = ranks(2, work)[0]
+    assert out.isfinite().all()
+    if dies == 1:
+        assert step in said and found is None
+    else:  # the last exchange of the call: keys' gradients are NaN where others would have added to them
+        assert all(x.isnan().any() for x in found[1:])
+
+
+class _Asking(_Ring):
+    """A rank whose transport is chosen, as if its tensors were on a GPU."""
+
+    _through = ProcessGroupRing._through
+
+    def __init__(self, asked, *given, **named):
+        super().__init__(*given, **named)
+        self.asked, self._backend, self._chosen = asked, "nccl", {}
+
+    def transport(self, device=None, need=0):
+        return super().transport(torch.device("cuda"), need)
+
+
+@pytest.mark.parametrize("asked", ["auto", SYMMETRIC])
+def test_ranks_that_cannot_share_go_through_nccl(ranks, monkeypatch, caplog, asked):
+    """And say why; where symmetric memory was asked for, it is an error."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(ring_module.log, "disabled", False)  # import-linter's logging config disables others' loggers
+    x = {r: _tensors(r) for r in range(2)}
+
+    def refuses(*given):
+        raise peer_memory.CannotShare("rank 1 cannot map: no handle")
+
+    def work(rank, memory, gather):
+        ring = _Asking(asked, rank, memory, gather)
+        ring._peers.memory = None
+        assert ring.shares_memory is None
+        if asked == SYMMETRIC:
+            with pytest.raises(
+                ValueError, match="cannot serve: rank 1 cannot map: no handle; ask for 'auto' or 'nccl'"
+            ):
+                ring.move(BOTH, x, x, "keys")
+            return "refused"
+        moved = [ring.move(BOTH, x, x, "keys") for _ in range(2)]
+        return moved, ring.shares_memory, str(ring.transport())
+
+    monkeypatch.setattr(ring_module, "PeerMemory", refuses)
+    with caplog.at_level("INFO", "tilesmith"):
+        found = ranks(2, work)
+    why = "nccl: the group's backend; no symmetric memory: rank 1 cannot map: no handle"
+    assert found == (["refused"] * 2 if asked == SYMMETRIC else [([None, None], False, why)] * 2)
+    assert asked == SYMMETRIC or f"rank 0: tokens travel by {why}" in caplog.messages
+
+
+@pytest.mark.parametrize("asked", ["auto", SYMMETRIC])
+def test_an_exchange_that_is_too_large(ranks, monkeypatch, asked):
+    monkeypatch.setattr(torch.version, "hip", None)
+    for module in (peer_memory, transport_module):
+        monkeypatch.setattr(module, "MOST", 64)
+    x = {r: _tensors(r) for r in range(2)}
+
+    def work(rank, memory, gather):
+        ring = _Asking(asked, rank, memory, gather)
+        if asked == "auto":
+            return ring.move(BOTH, x, x, "keys")
+        with pytest.raises(ValueError, match="MiB of a rank in one exchange are more than its .* ask for 'auto'"):
+            ring.move(BOTH, x, x, "keys")
+        return None
+
+    assert ranks(2, work) == [None, None]
+
+
+def test_a_capture_is_refused_on_all_ranks(ranks, monkeypatch):
+    """Replays would not wait for other ranks; a rank that does not capture hears of it."""
+    capturing = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: getattr(capturing, "now", False))
+
+    def work(rank, memory, gather):
+        ring = _Ring(rank, memory, gather, timeout=TIMEOUT)
+        ring._on_gpus = True
+        mine, out = _call(rank, ring, "allgather")
+        capturing.now = rank == 1
+        for again in (lambda: _call(rank, ring, "allgather"), lambda: torch.autograd.grad(out.sum(), mine)):
+            with pytest.raises(ValueError, match=r"refused on rank 1: the stream is being captured as a CUDA graph"):
+                again()
+        capturing.now = False
+        torch.autograd.grad(out.sum(), mine)
+        return "right"
+
+    assert ranks(2, work) == ["right"] * 2
+
+
+def test_what_is_still_written_is_kept(ranks):
+    """A host that hears of the lost rank before it waits keeps the memory of what it had posted."""
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            return None
+        into = [torch.zeros(8, 1, 2, 3) for _ in range(2)]
+        _allocated.append(into)
+        posted = [memory.move(BOTH, _tensors(0), [x], "keys", SHORT, gather) for x in into]
+        until = time.monotonic() + TIMEOUT
+        while not memory.broken and time.monotonic() < until:
+            time.sleep(0.01)
+        for arrival in posted:
+            with pytest.raises(RingError, match="rank 1 did not answer"):
+                memory.wait(arrival)
+        kept = [one.kept for one in memory._under_way.values()]
+        synchronize()
+        return all(any(x is y for (y,) in kept) for x in into), all(bool(x.isnan().all()) for x in into)
+
+    assert ranks(2, work)[0] == (True, True)
+
+
+def test_a_watch_that_cannot_tell_still_lets_the_gpu_go_on(ranks, monkeypatch):
+    def mute(*given):
+        raise KeyError("no store")
+
+    monkeypatch.setattr(peer_memory, "told", mute)
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            return None
+        into = torch.zeros(8, 1, 2, 3)
+        _moved(memory, BOTH, _tensors(0), [into], gather, timeout=SHORT)
+        synchronize()
+        return bool(into.isnan().all()), memory.broken
+
+    right, said = ranks(2, work)[0]
+    assert right and said == "exchanges cannot be watched: KeyError: 'no store'"
+
+
+def test_two_groups_do_not_share_an_error(ranks):
+    """A group whose rank was lost raises; another one of the same process goes on."""
+
+    def work(rank, memory, gather):
+        other = peer_memory.PeerMemory(memory._group(), torch.device("cpu"), gather)
+        if rank == 0:
+            _moved(memory, BOTH, _tensors(0), _tensors(0), gather, timeout=SHORT)
+        into = torch.zeros(8, 1, 2, 3)
+        _moved(other, BOTH, _tensors(rank), [into], gather)
+        synchronize()
+        return bool(memory.broken), other.broken, bool((into == 2.0 - rank).all())
+
+    assert ranks(2, work) == [(True, "", True), (False, "", True)]

@@ -162,6 +162,25 @@ def test_without_modes_nothing_is_recorded(monkeypatch):
     assert kernel.run == kernel._launch
 
 
+@pytest.mark.parametrize("name", ["empty", "rendezvous", "get_buffer", "buffer_ptrs"])
+def test_symmetric_memory_may_lack_a_name(monkeypatch, name):
+    """Ranks then go through NCCL: what cannot be shared is a reason, not an error."""
+    found = pytest.importorskip("torch.distributed._symmetric_memory")
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    assert torch_private.symmetric_memory() is found
+    monkeypatch.delattr(found if hasattr(found, name) else _SymmetricMemory, name)
+    with pytest.raises(NotImplementedError, match=f"symmetric memory of PyTorch .* has no {name}"):
+        torch_private.symmetric_memory()
+
+
+def test_symmetric_memory_may_be_gone(monkeypatch):
+    monkeypatch.delattr(torch.distributed, "_symmetric_memory", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
+    with pytest.raises(NotImplementedError, match="has no torch.distributed._symmetric_memory"):
+        torch_private.symmetric_memory()
+
+
 def test_an_attribute_error_below_an_import_is_said(monkeypatch, tmp_path):
     (tmp_path / "broken_home.py").write_text("import torch\ntorch.that_is_gone\n")
     monkeypatch.syspath_prepend(tmp_path)

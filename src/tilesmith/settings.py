@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 PREFIX = "TILESMITH_"
+TRANSPORTS = ("auto", "symmetric_memory", "nccl", "gloo")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Settings:
         it is not a tested one: for the tests of a new release.
     replay: ``TILESMITH_REPLAY="1"``: repeated calls on a CUDA device do again what their launcher did without asking
         it (the default); "0": each call runs its launcher; "check": both run, and RuntimeError says where they differ.
+    transport: ``TILESMITH_TRANSPORT="nccl"``: what moves tokens between the ranks of context-parallel attention:
+        "symmetric_memory", "nccl" or "gloo"; "auto" (the default): the fastest that the ranks can have.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
     families: ``TILESMITH_FAMILIES="2026-11-23"``: the models of transformers that tests take, those of a day or of
         these tasks and families.
@@ -37,6 +40,7 @@ class Settings:
     portable: str
     trust_triton: bool
     replay: str
+    transport: str
     require_all: bool
     families: str
 
@@ -86,6 +90,12 @@ def _replay(text: str) -> str:
     return text
 
 
+def _transport(text: str) -> str:
+    if text not in TRANSPORTS:
+        raise ValueError(f"{PREFIX}TRANSPORT must be one of {', '.join(TRANSPORTS)}, got {text!r}")
+    return text
+
+
 def _default_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tilesmith"
@@ -109,6 +119,7 @@ def read() -> Settings:
         portable=_portable(os.environ.get(PREFIX + "PORTABLE") or "interpreter"),
         trust_triton=_flag("TRUST_TRITON"),
         replay=_replay(os.environ.get(PREFIX + "REPLAY") or "1"),
+        transport=_transport(os.environ.get(PREFIX + "TRANSPORT") or "auto"),
         require_all=_flag("REQUIRE_ALL"),
         families=os.environ.get(PREFIX + "FAMILIES", ""),
     )

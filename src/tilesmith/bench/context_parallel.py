@@ -104,9 +104,9 @@ def _sinks(problem: Problem, device: torch.device, dtype: torch.dtype) -> Tensor
     return torch.linspace(-1, 1, problem.heads, device=device, dtype=dtype).requires_grad_()
 
 
-def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", peer_memory: bool = True) -> Provider:
+def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", transport: str = "auto") -> Provider:
     size = dist.get_world_size()
-    layout, ring = problem.layout(size), _ring(dist.group.WORLD, peer_memory)
+    layout, ring = problem.layout(size), _ring(dist.group.WORLD, transport)
     best = problem.predicted(size, mode) if mode == "hybrid" else None
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -119,8 +119,8 @@ def _ours(problem: Problem, mode: str, kernel: str = "tilesmith", peer_memory: b
 
 
 @lru_cache(maxsize=8)
-def _ring(group: dist.ProcessGroup, peer_memory: bool) -> ProcessGroupRing:
-    return ProcessGroupRing(group, head_start=0.0 if peer_memory else HEAD_START, peer_memory=peer_memory)
+def _ring(group: dist.ProcessGroup, transport: str) -> ProcessGroupRing:
+    return ProcessGroupRing(group, head_start=HEAD_START if transport == "nccl" else 0.0, transport=transport)
 
 
 def _providers(problem: Problem) -> dict[str, Callable[[], Provider]]:
@@ -130,7 +130,7 @@ def _providers(problem: Problem) -> dict[str, Callable[[], Provider]]:
     found: dict[str, Callable[[], Provider]] = {f"{OURS} {m}": (lambda m=m: _ours(problem, m)) for m in modes}
     if current_device().type != "cuda":
         return found  # the others need one
-    found[f"{OURS} allgather, by NCCL"] = lambda: _ours(problem, "allgather", peer_memory=False)
+    found[f"{OURS} allgather, by NCCL"] = lambda: _ours(problem, "allgather", transport="nccl")
     if problem.causal_alone:
         for mode in ("allgather", "ulysses"):
             found[f"{OURS} {mode}, cudnn inside"] = lambda m=mode: _ours(problem, m, "cudnn")

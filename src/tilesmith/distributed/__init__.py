@@ -22,7 +22,7 @@ _HOMES = {
     "LocalRing": "tilesmith.distributed.ring",
     "ProcessGroupRing": "tilesmith.distributed.ring",
     "Ring": "tilesmith.distributed.ring",
-    "RingError": "tilesmith.distributed.ring",
+    "RingError": "tilesmith.distributed.lost",
     "SharedSequence": "tilesmith.distributed.sequence",
 }
 __all__ = list(_HOMES)

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilesmith import ops
 from tilesmith.device import philox
 from tilesmith.distributed.checks import EVERYTHING, NAME, SCALED
+from tilesmith.distributed.comparison import Answer, refusals_told
 from tilesmith.distributed.execution import backward, forward
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.prepared import Asked, prepared, terms_of
-from tilesmith.distributed.ring import Answer, Parcel, ProcessGroupRing, Ring, refusals_told
+from tilesmith.distributed.ring import Parcel, ProcessGroupRing, Ring
 from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.travel import Work
 from tilesmith.engine.argument_checks import number

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from tilesmith.distributed.parts import Heads, Holding, Split, Splits
 from tilesmith.distributed.pieces import TILE, Call, Sight
 from tilesmith.distributed.schedule import Schedule, schedule
 from tilesmith.hardware.detect import arch_of
+
+if TYPE_CHECKING:
+    from tilesmith.distributed.transport import Transport
 
 BACKWARD = 2.5  # products of the backward over those of the forward
 # Of what one tile takes: what a call loses at its end, when some multiprocessors have no tile left. By this a call of
@@ -140,15 +144,18 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which mode a call takes and why, with what every mode would cost by the model."""
+    """Which mode a call takes and why, with what every mode would cost by the model. transport: what moves its tokens
+    between ranks, and why; None where nobody asked."""
 
     mode: str
     degree: int
     reason: str
     estimates: tuple[Estimate, ...]
+    transport: Transport | None = None
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.mode}: {self.reason}", *(f"  {estimate}" for estimate in self.estimates)])
+        told = [f"{self.mode}: {self.reason}", *(f"  {estimate}" for estimate in self.estimates)]
+        return "\n".join(told if self.transport is None else [*told, f"transport: {self.transport}"])
 
 
 @lru_cache(maxsize=64)

@@ -1,16 +1,22 @@
-"""`explain_context_parallel`: which mode a call would take, by the model alone."""
+"""`explain_context_parallel`: which mode a call would take, by the model alone, and what would move its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.distributed import cost
+from tilesmith.distributed.attention import Group, ring_of
 from tilesmith.distributed.checks import EVERYTHING, LAYOUTS, SCALED, barred, masked_and_scored, packed, sight_of
 from tilesmith.distributed.layout import Layout
+from tilesmith.distributed.parts import Splits
+from tilesmith.distributed.peer_memory import starts as places
+from tilesmith.distributed.schedule import schedule
+from tilesmith.distributed.transport import Transport
 from tilesmith.engine.argument_checks import choice, divides, located
 from tilesmith.engine.argument_checks import size as checked_size
 from tilesmith.engine.arguments import shown
@@ -33,14 +39,17 @@ def explain_context_parallel(
     dtype: torch.dtype = torch.bfloat16,
     machine: cost.Machine | None = None,
     device: torch.device | str = "cpu",
+    group: Group = None,
 ) -> cost.Decision:
-    """Which mode "auto" takes for such a call, why, and what the model says of every mode.
+    """Which mode "auto" takes for such a call, why, and what the model says of every mode; which transport moves its
+    tokens between the ranks of `group`, and why, as the call itself finds it.
 
     tokens: of the whole sequence; size: ranks; the other sizes are those of q and k, and dtype is theirs. mask, score,
     cu_seqlens, layout: those of the call; of tensors in them only whether they are there counts. machine: the model's
-    facts, those of `device` if None. Nothing is run. Raises ValueError or TypeError, naming the argument, for sizes
-    below 1, kv_heads that do not divide heads, a layout of other tokens or ranks, documents that end behind its tokens,
-    and where no mode serves the call.
+    facts, those of `device` if None. group: as of `context_parallel_attention`, but None tells no transport; of a group
+    that serves GPUs it is that of tensors there. Nothing is run. Raises ValueError or TypeError, naming the argument,
+    for sizes below 1, kv_heads that do not divide heads, a layout of other tokens or ranks, documents that end behind
+    its tokens, a group of another size, and where no mode serves the call.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = {"tokens": tokens, "size": size, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch}
@@ -59,7 +68,50 @@ def explain_context_parallel(
     starts = packed(cu_seqlens, placed, batch, NAME)
     problem = cost.Problem(placed, starts, sight_of(mask), batch, heads, kv_heads, head_dim, dtype.itemsize)
     where = located(NAME, "device", device)
-    return cost.choose(problem, machine or cost.machine_of(where), barred(mask, score))
+    facts = machine or cost.machine_of(where)
+    found = cost.choose(problem, facts, barred(mask, score))
+    return replace(found, transport=_transport(group, problem, found, facts))
+
+
+def _transport(group: Group, problem: cost.Problem, taken: cost.Decision, machine: cost.Machine) -> Transport:
+    """What moves tokens between the ranks of a group."""
+    size = problem.layout.size
+    if group is None:
+        return Transport("that of the group", f"{NAME}(group=...) tells which and why")
+    ring = ring_of(group)
+    if ring.size != size:
+        raise ValueError(f"{NAME}: group has {ring.size} ranks and size is {size}: give the group's size")
+    if size == 1:
+        return Transport("none", "one rank")
+    chosen = getattr(ring, "transport", None)
+    if chosen is None:
+        return Transport(type(ring).__name__, "a Ring of its own")
+    return chosen(need=_need(problem, taken, machine))
+
+
+def _need(problem: cost.Problem, taken: cost.Decision, machine: cost.Machine) -> int:
+    """Bytes of a rank in the largest exchange of a call and its gradients."""
+    ring = taken.mode == "ring"
+    many = problem.heads, problem.kv_heads, problem.batch == 1
+    plan = schedule(problem.layout, problem.starts, problem.sight, taken.degree, ring, *many)
+    splits = cost.ring_parts(problem, machine).splits if ring else Splits()
+    token, wide = problem.batch * problem.dim * problem.itemsize, problem.batch * problem.dim * 4
+    heads, kv_heads = (max(last - first for first, last in each) for each in (plan.q_heads, plan.kv_heads))
+    exchanges = []
+    for stage in plan.stages[1:]:
+        some = [-(-kv_heads // split.kv) for split in splits]
+        exchanges += [(stage.transfers, [max(some) * token] * 2), (stage.transfers.back, [some[1] * wide] * 2)]
+    if plan.degree > 1:  # q, k and v; out and dout with lse and its gradient; what comes back of them
+        lse, shared = problem.batch * 4, plan.degree * kv_heads > problem.kv_heads
+        sums = shared or len(plan.stages) > 1 or any(plan.sums(r).parts > 1 for r in range(problem.layout.size))
+        wide = wide if sums else token
+        exchanges += [
+            (plan.q_moves, [problem.heads * token, problem.heads * lse] * 2),
+            (plan.kv_moves, [problem.kv_heads * token] * 2),
+            (plan.q_moves.back, [heads * wide, heads * lse]),
+            (plan.kv_moves.back, [kv_heads * wide] * 2),
+        ]
+    return max((each[-1] for moves, rows in exchanges for each in places(moves, rows).values()), default=0)
 
 
 def _placed(layout: Layout | str, tokens: int, size: int) -> Layout:

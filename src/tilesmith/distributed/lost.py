@@ -19,12 +19,32 @@ PATIENCE = 0.5  # seconds: connections close some milliseconds before the rank t
 _KEY = "tilesmith/lost"
 
 
+class RingError(RuntimeError):
+    """A transfer or a comparison that did not come about; the message names the rank, its peer and the step."""
+
+
 class Loss(NamedTuple):
     """A rank gave up on `peer` in `step`; number: of the loss, in the order in which ranks of the group told theirs."""
 
     number: int
     peer: int
     step: str
+
+
+def told(
+    group: dist.ProcessGroup | None, rank: int, size: int, step: str, peer: int, problem: object, waited: float,
+    limit: float,
+) -> str:  # fmt: skip
+    """What the error of a rank says that waited in vain for `peer`, -1 for one that is not known."""
+    who = "its peers" if peer < 0 else f"rank {peer}"
+    if peer >= 0 and size > 2 and group is not None:
+        gone, by, where = cause(group, rank, peer, step)
+        if (gone, by) != (peer, rank):
+            who = f"rank {peer} gave up: in '{where}' of rank {by} rank {gone}"
+    return (
+        f"rank {rank}: {step}: {who} did not answer ({waited:.1f} s, limit {limit:g} s); it has died, stalled or made "
+        f"another call: {problem}"
+    )
 
 
 def cause(group: dist.ProcessGroup, rank: int, peer: int, step: str) -> tuple[int, int, str]:

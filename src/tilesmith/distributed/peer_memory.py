@@ -3,7 +3,8 @@
 A rank copies what others read of its tensors into its own part of that memory, and raises a flag on each reader. A
 reader's side stream waits for the flag and copies what it needs across the link. No kernel sends or receives, so
 attention keeps all multiprocessors, and posting costs the host a few calls in place of NCCL's for each message. Flags
-are written and awaited by the streams themselves (cuStreamWriteValue32, cuStreamWaitValue32).
+are written and awaited by the streams themselves (`signals.py`); who waits in vain is let go on by a thread
+(`watch.py`).
 
 Memory is symmetric memory of torch.distributed. It grows to what the largest exchange needs; exchanges above `MOST`
 bytes are left to NCCL.
@@ -11,11 +12,11 @@ bytes are left to NCCL.
 
 from __future__ import annotations
 
-import ctypes
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.schedule import Moves, Transfer
+from tilesmith.distributed.signals import SLOTS, Signals, driver
+from tilesmith.distributed.watch import UnderWay, Watch
+from tilesmith.engine.torch_private import symmetric_memory
 
-SLOTS = 2  # exchanges that may be under way
 LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
 _ALIGNED = 256  # bytes: where tensors of an exchange begin
 _KEPT = 64  # exchanges whose places are kept
+_TOLD = 800  # letters of what keeps a rank from sharing memory
+Gather = Callable[[Any], list[Any]]  # all ranks' values of one object, by rank, over a channel of the hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +52,11 @@ class CannotShare(RuntimeError):
 
 class _Places(NamedTuple):
     """Memory of an exchange in one slot. mine: what others read of this rank's tensors. reads: of each rank that this
-    one reads, its runs: (which tensor, first place in it, tokens, memory)."""
+    one reads, its runs: (which tensor, first place in it, tokens, memory). sources: these ranks."""
 
     mine: Sequence[Tensor]
     reads: Sequence[tuple[int, Sequence[tuple[int, int, int, Tensor]]]]
+    sources: tuple[int, ...]
 
 
 class _Exchange:
@@ -62,8 +69,7 @@ class _Exchange:
     def __init__(self, moves: Moves, rank: int, sent: Sequence[Tensor]):
         self.moves, self.rank = moves, rank
         self._kinds = [(x.shape[1:], x.dtype) for x in sent]
-        rows = [prod(shape) * dtype.itemsize for shape, dtype in self._kinds]
-        self._starts = {source: _starts(rows, high - low) for source, (low, high) in moves.spans.items()}
+        self._starts = starts(moves, [prod(shape) * dtype.itemsize for shape, dtype in self._kinds])
         self.need = max((each[-1] for each in self._starts.values()), default=0)
         self.readers, self.span = moves.readers(rank), moves.spans.get(rank, (0, 0))
         self.places: dict[int, _Places] = {}
@@ -73,7 +79,7 @@ class _Exchange:
         if slot not in self.places:
             mine = self._whole(self.rank, slot, view) if self.readers else []
             reads = [(source, self._runs(source, moves, slot, view)) for source, moves in self.moves.reads(self.rank)]
-            self.places[slot] = _Places(mine, reads)
+            self.places[slot] = _Places(mine, reads, tuple(source for source, _ in reads))
         return self.places[slot]
 
     def _runs(
@@ -97,11 +103,11 @@ class _Exchange:
 class PeerMemory:
     """The memory of one rank of `group`, whose ranks are GPUs of one host; made and used by all ranks alike.
 
-    gather: all ranks' values of one object, by rank, over a channel of the hosts. Raises CannotShare.
+    Raises CannotShare.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, gather: Callable[[Any], list[Any]]):
-        self._group, self._device, self._gather = group, device, gather
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, gather: Gather):
+        self._group, self._device, self._gather = weakref.ref(group), device, gather
         self._index = device.index  # what takes no lookup
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._count = self._bytes = 0
@@ -110,66 +116,125 @@ class PeerMemory:
         self._under_way: dict[int, Arrival] = {}
         self._exchanges: dict[Any, _Exchange] = {}
         self._agree(lambda: _identity(device), "share", same=True)
-        self._agree(_driver, "call the driver")
-        self._symmetric = self._agree(_symmetric_memory, "share memory with this PyTorch")
-        self._side = torch.cuda.Stream(device, priority=-1)
+        self._driver = self._agree(driver, "call the driver")
+        self._symmetric = self._agree(symmetric_memory, "share memory with this PyTorch")
+        self._memory: Tensor | None = None
+        self._watch: Watch | None = None
         self._grow(LEAST)
 
-    def move(self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor]) -> Arrival | None:
+    @property
+    def held(self) -> int:
+        """Bytes of memory that PyTorch's allocator does not count."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def broken(self) -> str:
+        """Which rank was lost in which step; empty if none."""
+        return "" if self._watch is None else self._watch.broken
+
+    def move(
+        self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor], step: str, timeout: float, gather: Gather
+    ) -> Arrival | None:  # fmt: skip
         """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`. None,
-        on all ranks, where an exchange is too large. Raises CannotShare where memory is too small and cannot grow."""
+        on all ranks, where an exchange is too large. timeout: seconds that this rank's GPU may wait for another one.
+        Raises CannotShare where memory is too small and cannot grow, RingError where a rank was lost."""
+        if self._watch.broken:
+            raise RingError(self._watch.broken)
         exchange = self._exchange(moves, sent)
         if exchange.need > MOST:
             return None
         if exchange.need > self._bytes:
+            self._gather = gather
             self._grow(1 << (exchange.need - 1).bit_length())
         self._count += 1
         slot, turn = self._count % SLOTS, self._count & 0xFFFFFFFF
-        here, side = torch.cuda.current_stream(self._index), self._side
+        here, signals = torch.cuda.current_stream(self._index), self._signals
+        side = signals.side
         if self._free[slot] is not None:
             here.wait_event(self._free[slot])
         self._under_way.pop(slot, None)
-        me, readers, places = self._rank, exchange.readers, exchange.placed(slot, self._view)
+        readers, places = exchange.readers, exchange.placed(slot, self._view)
         for x, mine in zip(sent, places.mine):
-            mine.copy_(_run(x, *exchange.span))
-        side.wait_event(here.record_event())
+            _copy(mine, _run(x, *exchange.span))
+        begun = here.record_event()
+        side.wait_event(begun)
         with torch.cuda.stream(side):
             for reader in readers:
-                self._write(reader, me, turn)
+                signals.raise_for(reader, turn)
             for source, runs in places.reads:
-                self._wait(source, turn)
+                signals.wait_for(source, turn)
                 for i, to, tokens, there in runs:
-                    _run(into[i], to, to + tokens).copy_(there)
-                self._write(source, self._size + me, turn)
+                    _copy(_run(into[i], to, to + tokens), there)
+                signals.tell_read(source, turn)
+            if places.sources:
+                signals.pass_gate(slot, turn)
             arrival = Arrival(side.record_event(), tuple(into))
             for reader in readers:
-                self._wait(self._size + reader, turn)
-            self._free[slot] = side.record_event()
+                signals.wait_until_read(reader, turn)
+            done = self._free[slot] = side.record_event()
         self._under_way[slot] = arrival
+        memory = [(x.data_ptr(), x.nbytes) for x in into] if places.sources else ()
+        self._watch.follow(
+            UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory)
+        )
         return arrival
 
+    def need(self, moves: Moves, sent: Sequence[Tensor]) -> int:
+        """Bytes of a slot that an exchange takes."""
+        return self._exchange(moves, sent).need
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return self._watch is None or self._watch.idle
+
     def wait(self, arrival: Arrival) -> None:
-        """Let the current stream wait for an exchange."""
+        """Let the current stream wait for an exchange. Raises RingError where a rank was lost."""
+        if self.broken:  # what arrives is kept: it is still written
+            raise RingError(self.broken)
         torch.cuda.current_stream(self._index).wait_event(arrival.event)
         for slot, one in list(self._under_way.items()):
             if one is arrival:
                 del self._under_way[slot]
 
+    def close(self) -> None:
+        """Give the memory back, when nothing is under way any longer."""
+        if self._memory is None:
+            return
+        self._watch.end()
+        torch.cuda.synchronize(self._device)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._memory = self._handle = self._signals = self._watch.signals = None
+        self._bytes = 0  # the next exchange asks for memory
+        self._free = [None] * SLOTS
+        self._under_way.clear()
+        for exchange in self._exchanges.values():
+            exchange.places.clear()
+
     def _grow(self, size: int) -> None:
         """Memory with slots of `size` bytes, of all ranks."""
         torch.cuda.synchronize(self._device)
+        if self.broken:
+            raise RingError(self.broken)
         self._gather(None)  # nobody reads the old one
-        self._memory = self._handle = None
-        for exchange in self._exchanges.values():
-            exchange.places.clear()
-        self._flags = -(-2 * self._size * 4 // _ALIGNED) * _ALIGNED
+        if self._watch is not None:
+            self._watch.end()
+            self._drop()
+        self._flags = -(-Signals.words(self._size) * 4 // _ALIGNED) * _ALIGNED
         with torch.cuda.device(self._device):
             made = self._agree(lambda: self._allocated(self._flags + SLOTS * size), "allocate")
             made.zero_()
             torch.cuda.synchronize(self._device)
-            self._handle = self._agree(lambda: self._symmetric.rendezvous(made, self._group), "map")
-        self._memory, self._bytes, self._pointers = made, size, tuple(self._handle.buffer_ptrs)
-        self._gather(None)  # all flags are 0 before one is raised
+            self._handle = self._agree(lambda: self._symmetric.rendezvous(made, self._group()), "map")
+        self._memory, self._bytes, self._count = made, size, 0
+        own = made[: 4 * Signals.words(self._size)].view(torch.int32)
+        self._signals = Signals(self._driver, self._rank, self._handle.buffer_ptrs, own, self._index)
+        self._watch = Watch(self._signals, partial(_lost, self._group, self._rank, self._size))
+        weakref.finalize(self, self._watch.end)  # also when the process ends, before CUDA does
+        # also tells that all flags are 0 before one is raised
+        self._agree(lambda: self._signals.pass_gate(0, 0), "let streams wait for memory")
 
     def _allocated(self, size: int) -> Tensor:
         allocate = partial(self._symmetric.empty, size, dtype=torch.uint8, device=self._device)
@@ -185,10 +250,10 @@ class PeerMemory:
         try:
             made = make()
         except Exception as problem:  # whatever the driver or PyTorch says
-            why = f"{type(problem).__name__}: {problem}"
-        told = self._gather((why, made if same else None))
-        failed = [f"rank {rank} cannot {what}: {said}" for rank, (said, _) in enumerate(told) if said]
-        if not failed and same and len({value for _, value in told}) > 1:
+            why = f"{type(problem).__name__}: {problem}".encode("ascii", "backslashreplace").decode()[:_TOLD]
+        each = self._gather((why, made if same else None))
+        failed = [f"rank {rank} cannot {what}: {said}" for rank, (said, _) in enumerate(each) if said]
+        if not failed and same and len({value for _, value in each}) > 1:
             failed = ["ranks are on several hosts"]
         if failed:
             raise CannotShare("; ".join(failed))
@@ -207,11 +272,17 @@ class PeerMemory:
         first = (self._flags + slot * self._bytes + start) // dtype.itemsize
         return self._handle.get_buffer(rank, shape, dtype, first)
 
-    def _write(self, rank: int, flag: int, value: int) -> None:
-        _driver().write(self._side.cuda_stream, self._pointers[rank] + 4 * flag, value)
 
-    def _wait(self, flag: int, value: int) -> None:
-        _driver().wait(self._side.cuda_stream, self._pointers[self._rank] + 4 * flag, value)
+def _lost(
+    group: Callable[[], Any], rank: int, size: int, peer: int, step: str, problem: str, waited: float, limit: float
+) -> str:  # fmt: skip
+    said = told(group(), rank, size, step, peer, problem, waited, limit)
+    return f"{said}; what depends on it is NaN, and this group serves no other call"
+
+
+def _copy(into: Tensor, x: Tensor) -> None:
+    """Behind what the current stream does."""
+    into.copy_(x)
 
 
 def _run(x: Tensor, low: int, high: int) -> Tensor:
@@ -219,50 +290,19 @@ def _run(x: Tensor, low: int, high: int) -> Tensor:
     return x if high - low == x.shape[0] else x.narrow(0, low, high - low)
 
 
+def starts(moves: Moves, rows: Sequence[int]) -> dict[int, list[int]]:
+    """Where tensors with rows of so many bytes begin in a slot of each rank that is read, and the end."""
+    return {source: _starts(rows, high - low) for source, (low, high) in moves.spans.items()}
+
+
 def _starts(rows: Sequence[int], tokens: int) -> list[int]:
-    """Where tensors with rows of so many bytes begin in a slot, and the end."""
     found = [0]
     for row in rows:
         found.append(found[-1] + -(-row * tokens // _ALIGNED) * _ALIGNED)
     return found
 
 
-def _identity(device: torch.device) -> tuple[str, str]:
+def _identity(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip:
         raise RuntimeError(f"tensors are on {device}")
-    return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _symmetric_memory() -> Any:
-    """A private module of PyTorch, without which NCCL serves."""
-    from torch.distributed import _symmetric_memory
-
-    return _symmetric_memory
-
-
-class _Driver:
-    """Two functions of CUDA's driver."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        self._write, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
-        for function in (self._write, self._wait):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-
-    def write(self, stream: int, address: int, value: int) -> None:
-        """Behind what the stream does, with its writes visible."""
-        _check(self._write(stream, address, value, 0), "cuStreamWriteValue32")
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        """Until what is there has reached `value`, around 2^32."""
-        _check(self._wait(stream, address, value, 0), "cuStreamWaitValue32")
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise RuntimeError(f"{what} gave CUDA error {code}")
-
-
-@cache
-def _driver() -> _Driver:
-    return _Driver()
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"

@@ -18,10 +18,11 @@ from torch import Tensor
 from tilesmith import ops
 from tilesmith.distributed import checks, cost
 from tilesmith.distributed.checks import NAME
+from tilesmith.distributed.comparison import compare
 from tilesmith.distributed.kernels import KERNELS, Kernel, Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.parts import HeadPart, head_parts
-from tilesmith.distributed.ring import Ring, compare
+from tilesmith.distributed.ring import Ring
 from tilesmith.distributed.schedule import Schedule, schedule
 from tilesmith.distributed.signature import Facts
 from tilesmith.engine.argument_checks import choice, flag, probability
@@ -110,7 +111,7 @@ def _key(
             ring.size, tuple(ring.ranks), *(tuple(map(_facts, tensors)) for tensors in each), _autocast(each[0][0]),
             torch.is_grad_enabled(), _facts(sinks), _facts(score.bias), _facts(score.alibi), _facts(mask.dense),
             tuple(map(_facts, ids)), numbers, tuple(map(type, numbers)), asked.mode, KERNELS.get(asked.kernel),
-            asked.kernel, asked.layout, starts,
+            asked.kernel, asked.layout, starts, getattr(ring, "asked", "auto"),
         )  # fmt: skip
         hash(key)
     except (AttributeError, IndexError, RuntimeError, TypeError):  # what is no tensor, or has no hash
@@ -153,6 +154,7 @@ def _prepared(
     signed |= {"layout": name, "cu_seqlens": checks.digest(starts)}
     tensors = [sinks, *(x for shard in shards.values() for x in shard)]
     signed["requires_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    signed["transport"] = getattr(ring, "asked", "auto")
     signed["mode taken"] = [decision.mode, decision.degree]
     signed["parts of the heads"] = [len(some) for some in parts]
     return found._replace(facts={r: Facts(checks.shapes(shards[r]) | signed) for r in ring.ranks})

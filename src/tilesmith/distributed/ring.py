@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,18 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilesmith.distributed.lost import cause
+from tilesmith.distributed.comparison import compare, nothing, refusal, refused
+from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.peer_memory import Arrival, CannotShare, PeerMemory
 from tilesmith.distributed.schedule import Moves
 from tilesmith.distributed.signature import Signature, Signed
-from tilesmith.engine.argument_checks import flag, located
+from tilesmith.distributed.transport import SYMMETRIC, Transport, asked_for, choose, peers_of
+from tilesmith.engine.argument_checks import located, positive
+from tilesmith.engine.torch_private import sleep
 
 Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
 log = logging.getLogger("tilesmith")
-
-
-class RingError(RuntimeError):
-    """A transfer or a comparison that did not come about; the message names the rank, its peer and the step."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,10 @@ class LocalRing:
     def wait(self, posted: None) -> None:
         """Nothing is under way."""
 
+    def transport(self, device: torch.device | None = None, need: int = 0) -> Transport:
+        """What moves tokens, whatever the arguments are."""
+        return Transport("copies", "all ranks are in this process")
+
     def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
         """As the protocol says."""
         compare(signatures, step)
@@ -96,29 +99,80 @@ class LocalRing:
 class ProcessGroupRing:
     """The ranks of a process group of torch.distributed (NCCL, gloo), one in this process.
 
-    timeout: seconds that a rank may keep the others waiting. peer_memory: whether GPUs of one host exchange tokens
-    through memory that all of them map, by copy engines, in place of NCCL; the first exchange finds out whether they
-    can, and what keeps them from it is told at INFO. head_start: microseconds for which kernels on a GPU wait after
-    NCCL's transfers are posted, so that these find multiprocessors before attention takes them all. Signatures are
-    compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same ranks that is
-    made at the first comparison.
+    timeout: seconds that a rank may keep the others waiting, also their GPUs. transport: "symmetric_memory", by which
+    GPUs of one host exchange tokens through memory that all of them map, by copy engines; "nccl" or "gloo", the group's
+    own backend; "auto": what TILESMITH_TRANSPORT says, else symmetric memory where ranks can share it, which the first
+    exchange finds out; which it is, and why, is told at INFO. head_start: microseconds for which kernels on a GPU
+    wait after NCCL's transfers are posted, so that these find multiprocessors before attention takes them all.
+    Signatures are compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same
+    ranks that is made at the first comparison.
+
+    Raises ValueError for a transport that the group cannot have, TypeError or ValueError for a timeout that is no
+    number above 0. Once a GPU has waited in vain through symmetric memory, each call of the group raises RingError.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, timeout: float = 600.0, head_start: float = 0.0, *,
-        peer_memory: bool = True,
+        transport: str = "auto",
     ):  # fmt: skip
         if not dist.is_initialized():
             raise RuntimeError("ProcessGroupRing: torch.distributed is not initialised: call init_process_group first")
-        self.group = dist.group.WORLD if group is None else group
-        self.size = dist.get_world_size(self.group)
-        self.rank = dist.get_rank(self.group)
+        group = dist.group.WORLD if group is None else group
+        self._group = weakref.ref(group)  # it ends, with all that it holds, when torch drops it
+        self._backend = dist.get_backend(group)
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.ranks = (self.rank,)
-        self.timeout, self.head_start = datetime.timedelta(seconds=timeout), head_start
-        self._everyone = dist.get_process_group_ranks(self.group)
+        self._limit = float(positive("ProcessGroupRing", "timeout", timeout))
+        self.timeout, self.head_start = datetime.timedelta(seconds=self._limit), head_start
+        self._everyone = dist.get_process_group_ranks(group)
         self._side: dist.ProcessGroup | None = None
-        self._peers: PeerMemory | None = None
-        self._shares = flag("ProcessGroupRing", "peer_memory", peer_memory) and "nccl" in dist.get_backend(self.group)
+        self.asked = asked_for(transport)
+        self._peers = peers_of(group)
+        self._chosen: dict[tuple[str, str], str] = {}
+        self._on_gpus = "nccl" in self._backend
+        self._through(_GPU if self._on_gpus else torch.device("cpu"))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. Raises RuntimeError when it was destroyed."""
+        found = self._group()
+        if found is None:
+            raise RuntimeError("ProcessGroupRing: its process group was destroyed; make a ring of another one")
+        return found
+
+    def transport(self, device: torch.device | None = None, need: int = 0) -> Transport:
+        """What moves tokens between ranks, and why. device: of the tensors; None: a GPU, if the group serves them.
+        need: bytes of a rank in one exchange. Raises ValueError where what was asked for cannot serve."""
+        kind = ("cuda" if self._on_gpus else "cpu") if device is None else device.type
+        refused, held = self._peers.refused, self.memory_held
+        return choose(self.asked, self._backend, torch.device(kind), refused=refused, held=held, need=need)
+
+    def _through(self, device: torch.device) -> str:
+        """The name of the transport but for exchanges that are too large, found out and told at INFO once."""
+        key = device.type, self._peers.refused
+        found = self._chosen.get(key)
+        if found is None:
+            transport = self.transport(device)
+            log.info("rank %d: tokens travel by %s", self.rank, transport)
+            found = self._chosen[key] = transport.name
+        return found
+
+    @property
+    def memory_held(self) -> int:
+        """Bytes of symmetric memory of this rank, which PyTorch's allocator does not count."""
+        memory = self._peers.memory
+        return 0 if memory is None else memory.held
+
+    def release_memory(self) -> None:
+        """Give symmetric memory back, as the end of the group does. All ranks call it; the next exchange makes it anew.
+        Raises RingError naming a rank that does not."""
+        alike = self._peers.memory is not None and not self._peers.broken
+        if alike:
+            self._gathered(None)  # nobody reads any longer what others read
+        self._peers.close()
+        if alike:
+            self._gathered(None)  # what others mapped is free only now
 
     def move(self, moves: Moves, sent: Tokens, into: Tokens, step: str) -> Arrival | None:
         """Begin to move tokens between ranks through symmetric memory; None, on all ranks, where they cannot.
@@ -126,19 +180,25 @@ class ProcessGroupRing:
         sent, into: of this rank, tensors [T, B, heads, D].
         """
         mine, theirs = sent[self.rank], into[self.rank]
-        if not self._shares or self.size == 1 or not moves.spans:
+        if self.size == 1 or not moves.spans or self._through(mine[0].device) != SYMMETRIC:
             return None
+        peers, device = self._peers, mine[0].device
         try:
-            if self._peers is None:
-                self._peers = PeerMemory(self.group, mine[0].device, self._gathered)
-            arrival = self._peers.move(moves, mine, theirs)
+            if peers.memory is None:
+                peers.memory = PeerMemory(self.group, device, self._gathered)
+            arrival = peers.memory.move(moves, mine, theirs, step, self._limit, self._gathered)
         except CannotShare as problem:
-            self._peers, self._shares = None, False
-            log.info("%s", f"rank {self.rank}: transfers go through NCCL, not through symmetric memory: {problem}")
+            peers.memory, peers.refused = None, str(problem)
+            self._through(device)  # says so
             return None
+        except RingError:
+            raise
         except RuntimeError as problem:
             raise RingError(f"rank {self.rank}: {step}: {problem}") from problem
-        for move in moves.own(self.rank) if arrival is not None else ():
+        if arrival is None:
+            self.transport(device, peers.memory.need(moves, mine))  # an error where symmetric memory was asked for
+            return None
+        for move in moves.own(self.rank):
             for give, take in zip(mine, theirs):
                 heads = slice(None) if move.heads is None else slice(*move.heads)
                 take[move.to : move.to + move.tokens].copy_(give[move.at : move.at + move.tokens, :, heads])
@@ -147,12 +207,23 @@ class ProcessGroupRing:
     @property
     def shares_memory(self) -> bool | None:
         """Whether transfers go through memory that all ranks map; None where no transfer has found out yet."""
-        return self._peers is not None if self._peers is not None or not self._shares else None
+        if self.transport().name != SYMMETRIC:
+            return False
+        return None if self._peers.memory is None else True
 
     def _gathered(self, value: Any) -> list[Any]:
-        found = [None] * self.size
-        dist.all_gather_object(found, value, group=self._side_channel())
-        return found
+        """All ranks' values of one object, by rank."""
+        mine = json.dumps(value).encode()
+        packed, arrived = self._exchanged(mine, "symmetric memory")
+        return [json.loads(_unpacked(raw)) for _, raw in sorted((arrived() | {self.rank: packed}).items())]
+
+    def _stand(self) -> None:
+        """Raise RingError where a GPU of this group has waited in vain."""
+        peers = self._peers
+        if peers.broken:
+            if peers.memory.idle:
+                peers.close()
+            raise RingError(peers.broken)
 
     def post(self, parcels: Sequence[Parcel], step: str) -> tuple[str, list[tuple[int, Any]], list[Tensor]]:
         """Post sends and receives together, so that no order of them can block."""
@@ -166,14 +237,14 @@ class ProcessGroupRing:
                 operations.append((dist.irecv, parcel.take, parcel.source))
         kept = [tensor for _, tensor, _ in operations]
         works = self._started(operations, step) if operations else []
-        if self.head_start and kept and kept[0].is_cuda:
-            torch.cuda._sleep(int(self.head_start * _CYCLES))
+        if self.head_start and kept and kept[0].is_cuda and sleep is not None:
+            sleep(int(self.head_start * _CYCLES))
         return step, works, kept
 
     def wait(self, posted: Arrival | tuple[str, list[tuple[int, Any]], list[Tensor]]) -> None:
         """As the protocol says; gloo's transfers are waited for, those between GPUs only by the stream."""
         if isinstance(posted, Arrival):
-            self._peers.wait(posted)
+            self._peers.memory.wait(posted)
             return
         step, works, kept = posted
         self._finish(works, step, timed=bool(kept) and kept[0].device.type == "cpu")
@@ -188,35 +259,43 @@ class ProcessGroupRing:
         Each rank sends its signature to each other one, so a missing one has a name.
         """
         if self.size == 1:
-            return _nothing
-        side = self._side_channel()
+            return nothing
+        self._stand()
         signature = signatures[self.rank]
+        if self._on_gpus and torch.cuda.is_current_stream_capturing() and self._through(_GPU) == SYMMETRIC:
+            signature = refusal(ValueError(_CAPTURED))
         mine = (signature.text if isinstance(signature, Signed) else json.dumps(signature)).encode()
+        packed, arrived = self._exchanged(mine, step)
+
+        def answer() -> None:
+            told = arrived()
+            if all(raw == packed for raw in told.values()) and not refused(signature):
+                return
+            compare({r: json.loads(_unpacked(raw)) for r, raw in (told | {self.rank: packed}).items()}, step)
+
+        return answer
+
+    def _exchanged(self, mine: bytes, step: str) -> tuple[bytes, Callable[[], dict[int, bytes]]]:
+        """Begin to send a message to each other rank; it as it is sent, and what waits for theirs, by rank."""
+        side = self._side_channel()
         if len(mine) > _ROOM - 4:
-            raise ValueError(f"rank {self.rank}: {step}: a signature of {len(mine)} bytes does not fit {_ROOM - 4}")
+            raise ValueError(f"rank {self.rank}: {step}: a message of {len(mine)} bytes does not fit {_ROOM - 4}")
         packed = (len(mine).to_bytes(4, "little") + mine).ljust(_ROOM, b"\0")
         sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        others = [r for r in range(self.size) if r != self.rank]
-        arrived = {r: torch.empty(_ROOM, dtype=torch.uint8) for r in others}
+        arrived = {r: torch.empty(_ROOM, dtype=torch.uint8) for r in range(self.size) if r != self.rank}
         works = []
-        for r in others:
+        for r, x in arrived.items():
             try:  # without the checks of dist.irecv and dist.isend, which take as long as a message
-                works.append((r, side.recv([arrived[r]], r, _TAG)))
+                works.append((r, side.recv([x], r, _TAG)))
                 works.append((r, side.send([sent], r, _TAG)))
             except RuntimeError as problem:
                 raise self._lost(step, r, problem) from problem
 
-        def answer() -> None:
+        def wait() -> dict[int, bytes]:
             self._finish(works, step, timed=True)
-            told = {r: x.numpy().tobytes() for r, x in arrived.items()}
-            if all(raw == packed for raw in told.values()) and not refused(signature):
-                return
-            found = {self.rank: json.loads(mine)}
-            for r, raw in told.items():
-                found[r] = json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
-            compare(found, step)
+            return {r: x.numpy().tobytes() for r, x in arrived.items()}
 
-        return answer
+        return packed, wait
 
     def _started(self, operations: Sequence[tuple[Any, Tensor, int]], step: str) -> list[tuple[int, Any]]:
         """Each transfer under way with its peer."""
@@ -251,127 +330,29 @@ class ProcessGroupRing:
                 raise self._lost(step, peer, "it is late", time.monotonic() - began)
 
     def _lost(self, step: str, peer: int, problem: object, waited: float = 0.0) -> RingError:
-        who = "its peers" if peer < 0 else f"rank {peer}"
-        if peer >= 0 and self.size > 2:
-            gone, by, where = cause(self.group, self.rank, peer, step)
-            if (gone, by) != (peer, self.rank):
-                who = f"rank {peer} gave up: in '{where}' of rank {by} rank {gone}"
-        return RingError(
-            f"rank {self.rank}: {step}: {who} did not answer ({waited:.1f} s, limit "
-            f"{self.timeout.total_seconds():g} s); it has died, stalled or made another call: {problem}"
-        )
+        limit = self._limit
+        return RingError(told(self._group(), self.rank, self.size, step, peer, problem, waited, limit))
 
     def _side_channel(self) -> dist.ProcessGroup:
+        if "gloo" in self._backend:
+            return self.group
         if self._side is None:
-            backend = dist.get_backend(self.group)
-            if "gloo" in backend:
-                self._side = self.group
-            else:
-                self._side = dist.new_group(
-                    self._everyone, backend="gloo", timeout=self.timeout, use_local_synchronization=True
-                )
+            self._side = dist.new_group(
+                self._everyone, backend="gloo", timeout=self.timeout, use_local_synchronization=True
+            )
         return self._side
 
 
+def _unpacked(raw: bytes) -> bytes:
+    return raw[4 : 4 + int.from_bytes(raw[:4], "little")]
+
+
+_GPU = torch.device("cuda")
 _ROOM = 2048  # bytes of a signature on its way
-_TOLD = 800  # letters of a refusal: JSON takes at most two bytes for each
 _TAG = 7919
 _LEAST = 0.001  # seconds for what may have come already; gloo takes 0 for no limit
 _CYCLES = 1800  # of a GPU in a microsecond, about
-
-
-class Answer:
-    """A comparison of signatures that goes on beside what this process does. The first call waits for it and raises
-    what `Ring.agree` does.
-
-    then: called when ranks agree. pending: whether nobody has waited yet; never, where a ring has no `ask` and compares
-    at once.
-    """
-
-    def __init__(
-        self, ring: Ring, signatures: Mapping[int, Signature], step: str, then: Callable[[], None] | None = None
-    ):  # fmt: skip
-        begin = getattr(ring, "ask", None)
-        self.pending, self._agreed = begin is not None, False
-        self._step, self._then = step, then
-        if begin is None:
-            ring.agree(signatures, step)
-            self._end()
-        else:
-            self._wait: Callable[[], None] = begin(signatures, step)
-
-    def __call__(self) -> None:
-        if self.pending:
-            self.pending, wait, self._wait = False, self._wait, _nothing
-            wait()
-            self._end()
-        elif not self._agreed:  # the error itself is not kept: its traceback holds tensors
-            raise RingError(f"{self._step}: ranks did not agree about this call")
-
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """What is within may fail before it asks for the answer, which is then awaited all the same: ranks agree about
-        how many calls there were."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(RingError, ValueError, TypeError):
-                self()
-            raise
-        self()
-
-    def _end(self) -> None:
-        self._agreed, then, self._then = True, self._then, None
-        if then is not None:
-            then()
-
-
-def _nothing() -> None:
-    """Nobody is to be waited for."""
-
-
-@contextlib.contextmanager
-def refusals_told(ring: Ring, step: str) -> Iterator[None]:
-    """Other processes' ranks, which would wait for this one in `agree`, raise there what is raised within."""
-    try:
-        yield
-    except Exception as problem:
-        if len(ring.ranks) < ring.size:
-            with contextlib.suppress(RingError, ValueError, TypeError):
-                ring.agree(dict.fromkeys(ring.ranks, refusal(problem)), step)
-        raise
-
-
-def refusal(problem: Exception) -> Signature:
-    """The signature of a rank that cannot take part."""
-    text = str(problem).encode("ascii", "backslashreplace").decode()[:_TOLD]
-    return {_REFUSED: type(problem).__name__, "text": text}
-
-
-def refused(signature: Signature) -> bool:
-    """Whether a signature is a refusal."""
-    return _REFUSED in signature
-
-
-_REFUSED = "refused"
-_KINDS = {"ValueError": ValueError, "TypeError": TypeError}
-
-
-def compare(signatures: Mapping[int, Signature], step: str) -> None:
-    """Raise ValueError naming the first name whose values differ, and the ranks that have each value.
-
-    Where ranks refuse, it is what the first of them raises, if that is a ValueError or a TypeError, else a RingError.
-    """
-    ranks = sorted(signatures)
-    refusing = [r for r in ranks if refused(signatures[r])]
-    if refusing:
-        kind, text = signatures[refusing[0]][_REFUSED], signatures[refusing[0]]["text"]
-        who = f"rank{'s' if len(refusing) > 1 else ''} {', '.join(map(str, refusing))}"
-        raise _KINDS.get(kind, RingError)(f"{step}: refused on {who}: {'' if kind in _KINDS else kind + ': '}{text}")
-    for name in signatures[ranks[0]]:  # rank 0's order, so that all ranks name the same one
-        values: dict[str, list[int]] = {}
-        for r in ranks:
-            values.setdefault(repr(signatures[r].get(name)), []).append(r)
-        if len(values) > 1:
-            told = "; ".join(f"{value} on rank {', '.join(map(str, who))}" for value, who in values.items())
-            raise ValueError(f"{step}: {name} must be the same on all ranks, got {told}")
+_CAPTURED = (
+    "the stream is being captured as a CUDA graph, whose replays would not wait for other ranks: leave "
+    "context-parallel attention out of graphs, or give ProcessGroupRing(transport='nccl')"
+)

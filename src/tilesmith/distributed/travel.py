@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tilesmith.distributed.comparison import Answer
 from tilesmith.distributed.kernels import Kernel, Terms
 from tilesmith.distributed.parts import HeadPart
 from tilesmith.distributed.pieces import Call
-from tilesmith.distributed.ring import Answer, Parcel, Ring
+from tilesmith.distributed.ring import Parcel, Ring
 from tilesmith.distributed.schedule import Moves, Schedule, Stage, Transfer
 from tilesmith.distributed.sums import run
 

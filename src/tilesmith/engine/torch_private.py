@@ -307,6 +307,21 @@ def all_reduce(tensor: Tensor, operation: str, group: Any) -> Tensor:
     return wait_tensor(all_reduce(tensor, operation, group))
 
 
+def symmetric_memory() -> Any:
+    """A module that allocates memory which GPUs of one host map (`empty`), and makes them map it (`rendezvous`). Raises
+    NotImplementedError where PyTorch has none; context-parallel attention then goes through NCCL."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory as Handle
+        from torch.distributed import _symmetric_memory as found
+    except ImportError:
+        raise NotImplementedError(f"PyTorch {torch.__version__} has no torch.distributed._symmetric_memory") from None
+    needed = {"empty": found, "rendezvous": found, "buffer_ptrs": Handle, "get_buffer": Handle}
+    gone = [name for name, home in needed.items() if not hasattr(home, name)]
+    if gone:
+        raise NotImplementedError(f"symmetric memory of PyTorch {torch.__version__} has no {', '.join(gone)}")
+    return found
+
+
 def fake_tensor_mode() -> Any:
     """A context whose tensors have no memory. Raises NotImplementedError where PyTorch has none."""
     try:

@@ -1,0 +1,120 @@
+"""Exchanges by the copy engines and the driver of one GPU, whose ranks are threads; one of which is lost."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from peer_ranks import run
+from tilesmith.distributed import RingError
+from tilesmith.distributed.schedule import Moves, Transfer
+
+if not torch.cuda.is_available() or torch.version.hip:
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+GPU = torch.device("cuda", 0)
+SHORT, LONG = 1.0, 30.0  # seconds
+TOKENS = 4096
+BOTH = Moves([Transfer(0, 1, 0, 0, TOKENS), Transfer(1, 0, 0, 0, TOKENS)])
+
+
+def _tensors(value, dtype=torch.bfloat16):
+    return [torch.full((TOKENS, 1, 8, 128), float(value), device=GPU, dtype=dtype) for _ in range(2)]
+
+
+def _moved(memory, sent, into, gather, timeout, step="keys, step 1 of 1"):
+    memory.wait(memory.move(BOTH, sent, into, step, timeout, gather))
+
+
+def test_what_arrives_is_what_was_sent(monkeypatch):
+    def work(rank, memory, gather):
+        found = []
+        for i in range(40):
+            into = _tensors(0)
+            _moved(memory, _tensors(10 * rank + i % 7), into, gather, LONG)
+            found += [x.clone() for x in into]
+        torch.cuda.synchronize()
+        assert memory.idle and not memory.broken
+        return all((x == 10 * (1 - rank) + i // 2 % 7).all() for i, x in enumerate(found))
+
+    assert run(monkeypatch, 2, work, gpu=GPU) == [True, True]
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_rank_that_dies(monkeypatch, dtype, behind):
+    """The GPU goes on in time; what a kernel reads behind the exchange is NaN; the next call raises."""
+
+    def work(rank, memory, gather):
+        _moved(memory, _tensors(rank, dtype), _tensors(7, dtype), gather, LONG)
+        torch.cuda.synchronize()
+        if rank == 1:
+            return "dead"
+        began, found = time.monotonic(), []
+        for _ in range(1 + behind):
+            into = _tensors(7, dtype)
+            _moved(memory, _tensors(0, dtype), into, gather, SHORT)
+            found += [x * 2 for x in into]
+        torch.cuda.current_stream().synchronize()
+        assert SHORT <= time.monotonic() - began < SHORT + 2
+        assert all(x.isnan().all() for x in found)
+        with pytest.raises(RingError, match="rank 0: keys, step 1 of 1: rank 1 did not answer"):
+            memory.move(BOTH, _tensors(0, dtype), _tensors(7, dtype), "keys", SHORT, gather)
+        memory.close()
+        return memory.held
+
+    assert run(monkeypatch, 2, work, gpu=GPU) == [0, "dead"]
+
+
+def test_a_rank_that_never_comes(monkeypatch):
+    """As above, from the first exchange on."""
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            return None
+        into = _tensors(7)
+        _moved(memory, _tensors(0), into, gather, SHORT)
+        found = into[0] * 2
+        torch.cuda.current_stream().synchronize()
+        return bool(found.isnan().all()), "rank 1 did not answer" in memory.broken
+
+    assert run(monkeypatch, 2, work, gpu=GPU)[0] == (True, True)
+
+
+def test_one_queue_of_the_hardware_is_enough():
+    """CUDA_DEVICE_MAX_CONNECTIONS=1, which trainers set, may put streams behind one another. With one rank alone: two
+    of one process would stand behind each other, too."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "never_comes"]
+    done = subprocess.run(
+        command, env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_looking_at_exchanges_invalidates_no_capture(monkeypatch):
+    """The thread asks for events while this one captures a graph, which CUDA forbids to all threads by default."""
+
+    def work(rank, memory, gather):
+        x, into = torch.ones(8, device=GPU), _tensors(7)
+        torch.cuda.synchronize()
+        gather(None)
+        if rank == 1:
+            time.sleep(3.0)
+        _moved(memory, _tensors(rank), into, gather, LONG)
+        if rank == 1:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):  # without torch.cuda.graph, which waits for the device first
+            graph.capture_begin()
+            y = x + 1
+            time.sleep(1.5)  # some looks
+            graph.capture_end()
+        assert not memory.idle
+        graph.replay()
+        torch.cuda.synchronize()
+        return y.sum().item(), memory.broken, bool((into[0] == 1).all())
+
+    assert run(monkeypatch, 2, work, gpu=GPU)[0] == (16.0, "", True)
