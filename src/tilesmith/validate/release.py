@@ -80,8 +80,8 @@ def values(names: Sequence[str], workers: int, count: int, seconds: float) -> in
 
 
 def time_rows(names: Sequence[str], chosen: Sequence[str]) -> dict[str, float]:
-    """Medians in µs of the benchmark rows of ops, forward and backward, on the kernels that serve them; of the cases that
-    are `chosen`, if any are."""
+    """Medians in µs of the benchmark rows of ops, forward and backward, on the kernels that serve them; of the cases
+    `chosen` if there are any."""
     found = {}
     for name in names:
         op = ops()[name]
