@@ -295,6 +295,27 @@ def test_of_equal_scores_the_first_has_the_gradient(backend, needs_triton):
     torch.testing.assert_close(dk.cpu(), of_keys[None, None, :, None].expand(1, 1, 40, 16))
 
 
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
+@pytest.mark.parametrize("bulk", [0, 1])
+@pytest.mark.parametrize(
+    "tokens, keys, causal", [(200, 200, True), (130, 261, True), (261, 130, True), (64, 200, False)]
+)
+def test_largest_scores_come_from_parts_of_tiles(tokens, keys, causal, bulk, needs_triton, monkeypatch):
+    """Of four warps each, put together two blocks of keys at a time; with rows that see no key."""
+    from tilesmith.ops.attn.triton import block_max
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(block_max, "WALK", 2)
+    q, k = torch.randn(2, 4, tokens, 32, device=device), torch.randn(2, 2, keys, 32, device=device)
+    with use(block_max_scores="reference"):
+        wanted = ops.block_max_scores(q, k, None, causal, 32, 64)
+    with use(block_max_scores=f"triton:parts=1:bulk={bulk}"):
+        torch.testing.assert_close(ops.block_max_scores(q, k, None, causal, 32, 64), wanted)
+    with use(block_max_scores="triton:parts=0"):
+        torch.testing.assert_close(ops.block_max_scores(q, k, None, causal, 32, 64), wanted)
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_indexer_starts_from_an_attention(qk_norm):
     torch.manual_seed(0)

@@ -21,12 +21,19 @@ FEW_PARTS = 64 << 20  # bytes up to which they are many
 
 
 @triton.jit
-def load_rows(ptr, first, count, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none."""
+def load_rows(
+    ptr, first, count, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none. WHOLE: all of them are there."""
     rows = first + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)
-    held = (rows < count)[:, None] & (cols < DIM)[None, :]
-    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=held, other=0.0)
+    place = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    if WHOLE and DIM == BLOCK_D:
+        return tl.load(place)
+    else:
+        held = (rows < count)[:, None] & (cols < DIM)[None, :]
+        return tl.load(place, mask=held, other=0.0)
 
 
 @triton.jit
@@ -111,7 +118,7 @@ def tile_products(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """q k^T of a tile, unscaled, -inf behind the last key that a query sees. WHOLE: every pair counts."""
-    k = load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D)
+    k = load_rows(k_ptr, first, keys, stride, DIM, BLOCK_N, BLOCK_D, WHOLE)
     product = tl.dot(q, tl.trans(k), input_precision="ieee")
     if not WHOLE:
         product = tl.where((first + tl.arange(0, BLOCK_N))[None, :] <= last[:, None], product, float("-inf"))
