@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.attn.triton.block_words import _counted_words_kernel, has_words
 
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
@@ -312,8 +313,10 @@ def listed(
         "room": room, "FILL": 256,
     }  # fmt: skip
     if row_counts is not None and keep.numel() < 1 << 30:
-        sizes |= chained(device)
-        launch(_counted_lists_kernel, grid, keep_ptr=dense, counts_ptr=row_counts.contiguous(), **out, **sizes)
+        kernel = _counted_lists_kernel
+        if has_words(dense):
+            kernel, sizes["BLOCK"] = _counted_words_kernel, 256
+        launch(kernel, grid, keep_ptr=dense, counts_ptr=row_counts.contiguous(), **out, **sizes, **chained(device))
         return offsets, indices, offsets_t, indices_t
     counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)
     launch(_block_counts_kernel, grid, keep_ptr=dense, counts_ptr=counts, **sizes)
