@@ -38,7 +38,8 @@ def _block_select_kernel(
     wanted = tl.minimum(tl.load(counts_ptr + row), seen)
     place = scores_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
     place += row.to(tl.int64) * strides[2] + column.to(tl.int64) * strides[3]
-    score = tl.load(place, mask=column < seen, other=float("-inf")).to(tl.float32)
+    # all columns, since those that the row sees would be known only when `visible` is there
+    score = tl.load(place, mask=column < columns, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf")) + 0.0  # one zero, not two
     bits = score.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & HIGHEST)
@@ -47,7 +48,11 @@ def _block_select_kernel(
     key = tl.where(column < first, HIGHEST - BLOCK - column, key)
     key = tl.where(behind < last, HIGHEST - behind, key)
     key = tl.where(column < seen, key, LOWEST)
-    low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
+    # between the smallest score and the largest one of those that are not kept in any case
+    low = tl.min(tl.where(column < seen, key, HIGHEST))
+    free = (column >= first) & (behind >= last) & (column < seen)
+    high = tl.max(tl.where(free, key, LOWEST))
+    high = tl.where(wanted > seen - tl.sum(free.to(tl.int32)), high, HIGHEST)
     while low < high:
         middle = _middle(low, high)
         found = tl.sum((key >= middle).to(tl.int32))

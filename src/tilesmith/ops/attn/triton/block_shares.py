@@ -91,6 +91,8 @@ def _block_sums_kernel(
     tile = rest - head_row * tiles
     first_row = (first_tile + tile) * BLOCK_M
     end = tl.minimum(key_tiles, begin + RUN)
+    if CHAINED:  # the programs of `_block_shares_kernel`, which wait for these, may come as soon as there is room
+        tl.extra.cuda.gdc_launch_dependents()
     if CAUSAL:
         end = tl.minimum(end, tl.cdiv((first_row + BLOCK_M) * RATIO, BLOCK_N))
     if begin < end:
@@ -184,8 +186,8 @@ def _reasons(call) -> list[str]:
 
 
 class SharesConfig(NamedTuple):
-    """Means of queries and of keys of a tile of scores, its warps, and how many tiles a program walks over. One takes
-    less than to load it, and the programs of 32k tokens are one wave with four each."""
+    """Means of queries and of keys of a tile of scores, its warps, and how many tiles a program walks over: with eight
+    the 320 programs of 16 heads of 32k tokens fit three to an SM, and all but the first load go beside products."""
 
     block_m: int
     block_n: int
@@ -203,13 +205,13 @@ def _default(dims, arch, dtype) -> SharesConfig:
     if dtype == torch.float32:
         return SharesConfig(32, 32, 4 if dims["dim"] <= 64 else 8, 1)
     large = arch.kind == "cuda" and arch.shared_memory > 160 * 1024
-    return SharesConfig(64, 128, 8, 4) if large and dims["dim"] <= 128 else SharesConfig(64, 64, 4, 1)
+    return SharesConfig(64, 64, 4, 8) if large and dims["dim"] <= 128 else SharesConfig(64, 64, 4, 1)
 
 
 SPACE = Space(
     default=_default,
     dims=_dims,
-    choices={"block_m": (32, 64, 128), "block_n": (32, 64, 128), "num_warps": (4, 8), "run": (1, 2, 4)},
+    choices={"block_m": (32, 64, 128), "block_n": (32, 64, 128), "num_warps": (4, 8), "run": (1, 4, 8)},
 )
 
 
@@ -280,7 +282,7 @@ def block_shares(
             _block_sums_kernel, (groups * group * several * cdiv(key_tiles, config.run),),
             means.q, means.k, sums, tops, tokens, keys, first, several, key_tiles, scale, DIM=dim,
             BLOCK_D=max(16, next_power_of_2(dim)), RUN=config.run, num_warps=config.num_warps,
-            num_stages=1 if config.run == 1 else 3, **sizes,
+            num_stages=1 if config.run == 1 else 2 if config.block_n > 64 else 3, **sizes,
         )  # fmt: skip
         launch(
             _block_shares_kernel, (groups * blocks,),

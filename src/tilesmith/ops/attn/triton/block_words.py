@@ -158,9 +158,10 @@ def _counted_words_kernel(
             each += tl.sum(more)
             earlier += tl.sum(tl.where(first + row < first_row, more, 0))
         end = number * each + earlier + tl.cumsum(own)
+        offsets_ptr += number.to(tl.int64) * (rows + 1)
         _write_rows(
-            here, table_ptr, end - own, end, offsets_ptr + number.to(tl.int64) * (rows + 1), indices_ptr, first_row, rows,
-            words, stride, room, ROW_LINES, BLOCK // 4,
+            here, table_ptr, end - own, end, offsets_ptr, indices_ptr, first_row, rows, words, stride, room,
+            ROW_LINES, BLOCK // 4,
         )  # fmt: skip
         _fill(indices_ptr, tables * each + (number * by_rows + tile) * FILL, tables * by_rows, room, FILL)
     else:
@@ -170,9 +171,10 @@ def _counted_words_kernel(
         each += tl.sum(many)
         for first in range(512, rows, 512):
             each += tl.sum(tl.load(counts_ptr + first + row, mask=first + row < rows, other=0))
+        offsets_t_ptr += number.to(tl.int64) * (columns + 1)
         _write_columns(
-            there, table_ptr, number * each + before, offsets_t_ptr + number.to(tl.int64) * (columns + 1), indices_t_ptr,
-            first_word, rows, words, stride, room, BLOCK, WIDE,
+            there, table_ptr, number * each + before, offsets_t_ptr, indices_t_ptr, first_word, rows, words, stride,
+            room, BLOCK, WIDE,
         )  # fmt: skip
         _fill(indices_t_ptr, tables * each + (number * by_columns + tile) * FILL, tables * by_columns, room, FILL)
 
