@@ -316,6 +316,27 @@ def test_largest_scores_come_from_parts_of_tiles(tokens, keys, causal, bulk, nee
         torch.testing.assert_close(ops.block_max_scores(q, k, None, causal, 32, 64), wanted)
 
 
+@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
+def test_shares_of_listed_blocks_come_in_steps(needs_triton, monkeypatch):
+    """A block of 64 keys in four steps; the last block of keys is shorter than one of them."""
+    from tilesmith.ops.attn.triton import blocks
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(blocks, "_step", lambda *_: (16, 3))
+    q = torch.randn(1, 16, 263, 32, device=device, dtype=torch.float16)
+    k = torch.randn(1, 2, 263, 32, device=device, dtype=torch.float16)
+    keep = torch.rand(1, 2, 3, 5, device=device) < 0.6
+    offsets, indices, _, _ = ops.block_lists(keep, 30)
+    lse = torch.logsumexp(q.float() @ k.float().repeat_interleave(8, 1).mT / 32**0.5, -1)
+    given = (q, k, lse, offsets, indices, None, True, 128, 64, 8)
+    with use(block_mass="reference"):
+        wanted = ops.block_mass(*given)
+    with use(block_mass="triton"):
+        torch.testing.assert_close(ops.block_mass(*given), wanted, rtol=1e-3, atol=1e-5)
+    assert (wanted > 0).sum() > 8
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_indexer_starts_from_an_attention(qk_norm):
     torch.manual_seed(0)

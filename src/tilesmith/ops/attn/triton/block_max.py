@@ -310,7 +310,9 @@ class PlacesConfig(NamedTuple):
 
 
 def _max_vjp_default(dims: Mapping[str, int], arch, dtype: torch.dtype) -> PlacesConfig:
-    stages = 2 if dims["dim"] <= 64 else 1
+    # with two stages the next tile is asked for when this one is done, with three while it is looked at
+    roomy = arch.kind == "cuda" and arch.shared_memory > 200 * 1024 and dims["bytes"] == 2
+    stages = (3 if roomy else 2) if dims["dim"] <= 64 else 1
     if min(dims["block_q"], dims["block_k"]) < 128:
         return PlacesConfig(4, 0, stages)
     two_ctas = arch.kind == "cuda" and dims["bytes"] == 2 and dims["dim"] <= 64
