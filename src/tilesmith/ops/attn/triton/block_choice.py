@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.attn.triton.block_words import _counted_words_kernel, has_words
+from tilesmith.ops.attn.triton.block_words import has_words, write_lists
 
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
@@ -291,7 +291,7 @@ def block_lists(
     keep: Tensor, room: int, counts: Tensor | None = None, *, config: Mapping[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists; with the counts
-    of rows all of it in one launch."""
+    of rows nothing has to be added up, and words of four columns are read where they lie so."""
     return listed(keep, room, counts, config["num_warps"])
 
 
@@ -318,10 +318,13 @@ def listed(
         "room": room, "FILL": 256,
     }  # fmt: skip
     if row_counts is not None and keep.numel() < 1 << 30:
-        kernel = _counted_lists_kernel
+        row_counts = row_counts.contiguous()
         if has_words(dense):
-            kernel, sizes["BLOCK"] = _counted_words_kernel, 256
-        launch(kernel, grid, keep_ptr=dense, counts_ptr=row_counts.contiguous(), **out, **sizes, **chained(device))
+            write_lists(dense, row_counts, out)
+        else:
+            launch(
+                _counted_lists_kernel, grid, keep_ptr=dense, counts_ptr=row_counts, **out, **sizes, **chained(device)
+            )
         return offsets, indices, offsets_t, indices_t
     counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)
     launch(_block_counts_kernel, grid, keep_ptr=dense, counts_ptr=counts, **sizes)

@@ -1,18 +1,26 @@
-"""Triton kernel of the lists of a table whose rows have known numbers of entries, four columns at a time.
+"""Triton kernels of the lists of a table whose rows have known numbers of entries, four columns at a time.
 
-A word has four entries of a row, each 0 or 1. Sums of words are sums of four columns: as bytes of up to 255 rows, as
-two halves of 16 bits each of up to 65,535.
+A word has four entries of a row, each 0 or 1. Its bytes are added up as two halves of 16 bits, for up to 65,535 rows.
+Programs are one warp each and many, so that none of them waits for another warp and their code is short: a program
+that runs most of its code once takes as long as it takes to fetch it.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.triton.column_sums import chained
+from tilesmith.engine import cdiv, launch
+
 MOST_ROWS = 65535
+TWO = tl.constexpr(2)  # words whose columns a program counts
 
 
 def has_words(table: Tensor) -> bool:
-    """Whether the kernel reads a table of bytes [B, L, R, C]."""
+    """Whether the kernels read a table of bytes [B, L, R, C]."""
     whole = all(x % 4 == 0 for x in (table.data_ptr(), table.shape[3], *table.stride()[:3]))
     return whole and table.stride(3) == 1 and table.shape[2] <= MOST_ROWS
 
@@ -30,158 +38,151 @@ def _both(two):
 
 
 @triton.jit
-def _words_of_rows(table_ptr, first_row, first, rows, words, stride, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """[ROWS, WIDE] words, 0 where there are none. stride: words from row to row."""
-    row, word = first_row + tl.arange(0, ROWS), first + tl.arange(0, WIDE)
-    held = (row < rows)[:, None] & (word < words)[None, :]
-    return tl.load(table_ptr + row.to(tl.int64)[:, None] * stride + word[None, :], mask=held, other=0)
+def _table_of(keep_ptr, strides, lists, number):
+    """The words of one table."""
+    keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
+    return keep_ptr.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _words_of_columns(table_ptr, first_row, first, rows, words, stride, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """The same as [WIDE, ROWS]."""
-    row, word = first_row + tl.arange(0, ROWS), first + tl.arange(0, WIDE)
-    held = (word < words)[:, None] & (row < rows)[None, :]
-    return tl.load(table_ptr + row.to(tl.int64)[None, :] * stride + word[:, None], mask=held, other=0)
+def _sums_before(counts_ptr, end, count, BLOCK: tl.constexpr):
+    """The sum of what comes before `end`, and of all."""
+    before, every = 0, 0
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        here = tl.load(counts_ptr + at, mask=at < count, other=0)
+        before += tl.sum(tl.where(at < end, here, 0))
+        every += tl.sum(here)
+    return before, every
 
 
 @triton.jit
-def _entries_before(table_ptr, first, rows, stride, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """How many entries there are in the words before `first`."""
-    total = 0
-    for start in range(0, rows, ROWS):
-        for left in range(0, first, WIDE):
-            even, odd = _halves(_words_of_rows(table_ptr, start, left, rows, first, stride, ROWS, WIDE))
-            total += _both(tl.sum(tl.sum(even + odd, 0)))  # a half counts up to 2 * ROWS * WIDE
-    return total
-
-
-@triton.jit
-def _write_rows(
-    here, table_ptr, before, end, offsets_ptr, indices_ptr, first_row, rows, words, stride, room,
-    LINES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """The lists of LINES rows. here: the first WIDE words of each, which are loaded already."""
-    line = first_row + tl.arange(0, LINES)
-    tl.store(offsets_ptr + line, tl.minimum(before, room), mask=line < rows)
-    tl.store(offsets_ptr + line + 1, tl.minimum(end, room), mask=line == rows - 1)
+def _write_row(table_ptr, offsets_ptr, indices_ptr, row, rows, words, before, end, room, WIDE: tl.constexpr):
+    """The list of one row."""
+    tl.store(offsets_ptr + row, tl.minimum(before, room))
+    tl.store(offsets_ptr + row + 1, tl.minimum(end, room), mask=row == rows - 1)
     for first in range(0, words, WIDE):
+        word = first + tl.arange(0, WIDE)
+        here = tl.load(table_ptr + word, mask=word < words, other=0)
         even, odd = _halves(here)
         many = _both(even + odd)
-        at = before[:, None] + tl.cumsum(many, 1) - many
-        column = tl.broadcast_to(4 * (first + tl.arange(0, WIDE))[None, :], (LINES, WIDE))
+        at = before + tl.cumsum(many) - many
         for i in tl.static_range(4):
             kept = (here >> (8 * i)) & 1
-            tl.store(indices_ptr + at, column + i, mask=(kept != 0) & (at < room))
+            tl.store(indices_ptr + at, 4 * word + i, mask=(kept != 0) & (at < room))
             at += kept
-        before += tl.sum(many, 1)
-        here = _words_of_rows(table_ptr, first_row, first + WIDE, rows, words, stride, LINES, WIDE)
+        before += tl.sum(many)
 
 
 @triton.jit
-def _write_columns(
-    here, table_ptr, before, offsets_ptr, indices_ptr, first_word, rows, words, stride, room,
-    ROWS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """The lists of four columns of each of WIDE words. here: the words in the first ROWS rows. before: entries of all
-    columns before them."""
-    word = first_word + tl.arange(0, WIDE)
-    even, odd = _halves(here)
-    evens, odds = tl.sum(even, 1), tl.sum(odd, 1)
-    for start in range(ROWS, rows, ROWS):
-        even, odd = _halves(_words_of_columns(table_ptr, start, first_word, rows, words, stride, ROWS, WIDE))
-        evens += tl.sum(even, 1)
-        odds += tl.sum(odd, 1)
-    both = evens + odds
-    many = _both(both)
-    begin = before + tl.cumsum(many) - many
-    second, third, fourth = begin + (evens & 0xFFFF), begin + (both & 0xFFFF), begin + (both & 0xFFFF) + (evens >> 16)
-    place, held = offsets_ptr + 4 * word, word < words
-    tl.store(place, tl.minimum(begin, room), mask=held)
-    tl.store(place + 1, tl.minimum(second, room), mask=held)
-    tl.store(place + 2, tl.minimum(third, room), mask=held)
-    tl.store(place + 3, tl.minimum(fourth, room), mask=held)
-    tl.store(place + 4, tl.minimum(begin + many, room), mask=word == words - 1)
+def _count_words(table_ptr, counts_ptr, first, rows, words, stride, ROWS: tl.constexpr):
+    """How many entries the columns of TWO words have."""
+    word = first + tl.arange(0, TWO)
+    evens, odds = tl.zeros((TWO,), tl.int32), tl.zeros((TWO,), tl.int32)
     for start in range(0, rows, ROWS):
-        even, odd = _halves(here)
-        evens_to, odds_to = tl.cumsum(even, 1), tl.cumsum(odd, 1)
-        row = tl.broadcast_to((start + tl.arange(0, ROWS))[None, :], (WIDE, ROWS))
-        # behind the entries before it, of which the sums count itself as one
-        _store_kept(indices_ptr - 1, begin[:, None] + (evens_to & 0xFFFF), row, even & 1, room)
-        _store_kept(indices_ptr - 1, second[:, None] + (odds_to & 0xFFFF), row, odd & 1, room)
-        _store_kept(indices_ptr - 1, third[:, None] + (evens_to >> 16), row, even >> 16, room)
-        _store_kept(indices_ptr - 1, fourth[:, None] + (odds_to >> 16), row, odd >> 16, room)
-        if start + ROWS < rows:
-            evens, odds = tl.sum(even, 1), tl.sum(odd, 1)
-            begin += evens & 0xFFFF
-            second += odds & 0xFFFF
-            third += evens >> 16
-            fourth += odds >> 16
-            here = _words_of_columns(table_ptr, start + ROWS, first_word, rows, words, stride, ROWS, WIDE)
+        row = start + tl.arange(0, ROWS)
+        held = (row < rows)[:, None] & (word < words)[None, :]
+        even, odd = _halves(tl.load(table_ptr + row.to(tl.int64)[:, None] * stride + word[None, :], mask=held, other=0))
+        evens += tl.sum(even, 0)
+        odds += tl.sum(odd, 0)
+    place, held = counts_ptr + 4 * word, word < words
+    tl.store(place, evens & 0xFFFF, mask=held)
+    tl.store(place + 1, odds & 0xFFFF, mask=held)
+    tl.store(place + 2, evens >> 16, mask=held)
+    tl.store(place + 3, odds >> 16, mask=held)
+
+
+@triton.jit
+def _word_rows_kernel(
+    keep_ptr, row_counts_ptr, counts_ptr, offsets_ptr, indices_ptr, strides, lists, rows, columns, room,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The lists of rows, one a program, and how many entries the columns have, eight a program: those come first."""
+    words, stride = columns // 4, strides[2] // 4
+    counters = tl.cdiv(words, TWO)
+    programs = counters + rows
+    number = tl.program_id(0) // programs
+    line = tl.program_id(0) - number * programs
+    table_ptr = _table_of(keep_ptr, strides, lists, number)
+    if CHAINED:  # `_word_columns_kernel` waits for these programs
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if line < counters:
+        _count_words(table_ptr, counts_ptr + number * columns, line * TWO, rows, words, stride, ROWS)
+    else:
+        row = line - counters
+        before, every = _sums_before(row_counts_ptr, row, rows, ROWS)
+        before += number * every
+        end = before + tl.load(row_counts_ptr + row)
+        offsets_ptr += number.to(tl.int64) * (rows + 1)
+        table_ptr += row.to(tl.int64) * stride
+        _write_row(table_ptr, offsets_ptr, indices_ptr, row, rows, words, before, end, room, WIDE)
 
 
 @triton.jit
 def _store_kept(indices_ptr, at, row, kept, room):
-    tl.store(indices_ptr + at, row, mask=(kept != 0) & (at <= room))
+    tl.store(indices_ptr + at, row, mask=(kept != 0) & (at < room))
 
 
 @triton.jit
-def _counted_words_kernel(
-    keep_ptr, counts_ptr, offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr, strides, lists, tables, rows, columns,
-    room, ROW_LINES: tl.constexpr, COLUMN_LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
-    CHAINED: tl.constexpr,
+def _word_columns_kernel(
+    keep_ptr, counts_ptr, offsets_ptr, indices_ptr, row_indices_ptr, strides, lists, tables, rows, columns, room,
+    ROWS: tl.constexpr, FILL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """As `_counted_lists_kernel`, for a table that `has_words`. What a program reads first is on its way before any of
-    it is added up."""
-    WIDE: tl.constexpr = COLUMN_LINES // 4
-    by_rows, by_columns = tl.cdiv(rows, ROW_LINES), tl.cdiv(columns, COLUMN_LINES)
-    tiles = by_rows + by_columns
-    number = tl.program_id(0) // tiles
-    tile = tl.program_id(0) - number * tiles
-    keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
-    table_ptr, words, stride = keep_ptr.to(tl.pointer_type(tl.int32)), columns // 4, strides[2] // 4
+    """The lists of four columns, and a share of the zeros behind the last lists of columns and of rows."""
+    words, stride = columns // 4, strides[2] // 4
+    number = tl.program_id(0) // words
+    word = tl.program_id(0) - number * words
+    table_ptr = _table_of(keep_ptr, strides, lists, number) + word
     if CHAINED:
         tl.extra.cuda.gdc_wait()
-    row = tl.arange(0, 512)
-    many = tl.load(counts_ptr + row, mask=row < rows, other=0)
-    each = 0
-    if tile >= by_columns:
-        tile -= by_columns
-        first_row = tile * ROW_LINES
-        line = first_row + tl.arange(0, ROW_LINES)
-        own = tl.load(counts_ptr + line, mask=line < rows, other=0)
-        here = _words_of_rows(table_ptr, first_row, 0, rows, words, stride, ROW_LINES, BLOCK // 4)
-        earlier = tl.sum(tl.where(row < first_row, many, 0))
-        each += tl.sum(many)
-        for first in range(512, rows, 512):
-            more = tl.load(counts_ptr + first + row, mask=first + row < rows, other=0)
-            each += tl.sum(more)
-            earlier += tl.sum(tl.where(first + row < first_row, more, 0))
-        end = number * each + earlier + tl.cumsum(own)
-        offsets_ptr += number.to(tl.int64) * (rows + 1)
-        _write_rows(
-            here, table_ptr, end - own, end, offsets_ptr, indices_ptr, first_row, rows, words, stride, room,
-            ROW_LINES, BLOCK // 4,
-        )  # fmt: skip
-        _fill(indices_ptr, tables * each + (number * by_rows + tile) * FILL, tables * by_rows, room, FILL)
-    else:
-        first_word = tile * WIDE
-        there = _words_of_columns(table_ptr, 0, first_word, rows, words, stride, BLOCK, WIDE)
-        before = _entries_before(table_ptr, first_word, rows, stride, 256, 64)
-        each += tl.sum(many)
-        for first in range(512, rows, 512):
-            each += tl.sum(tl.load(counts_ptr + first + row, mask=first + row < rows, other=0))
-        offsets_t_ptr += number.to(tl.int64) * (columns + 1)
-        _write_columns(
-            there, table_ptr, number * each + before, offsets_t_ptr, indices_t_ptr, first_word, rows, words, stride,
-            room, BLOCK, WIDE,
-        )  # fmt: skip
-        _fill(indices_t_ptr, tables * each + (number * by_columns + tile) * FILL, tables * by_columns, room, FILL)
-
-
-@triton.jit
-def _fill(indices_ptr, begin, programs, room, FILL: tl.constexpr):
-    """A share of the zeros behind the last list."""
-    for first in range(begin, room, programs * FILL):
+    counts_ptr += number * columns
+    begin, every = _sums_before(counts_ptr, 4 * word, columns, ROWS)
+    begin += number * every
+    second = begin + tl.load(counts_ptr + 4 * word)
+    third = second + tl.load(counts_ptr + 4 * word + 1)
+    fourth = third + tl.load(counts_ptr + 4 * word + 2)
+    end = fourth + tl.load(counts_ptr + 4 * word + 3)
+    offsets_ptr += number.to(tl.int64) * (columns + 1) + 4 * word
+    tl.store(offsets_ptr, tl.minimum(begin, room))
+    tl.store(offsets_ptr + 1, tl.minimum(second, room))
+    tl.store(offsets_ptr + 2, tl.minimum(third, room))
+    tl.store(offsets_ptr + 3, tl.minimum(fourth, room))
+    tl.store(offsets_ptr + 4, tl.minimum(end, room), mask=word == words - 1)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        even, odd = _halves(tl.load(table_ptr + row.to(tl.int64) * stride, mask=row < rows, other=0))
+        evens, odds = tl.cumsum(even) - even, tl.cumsum(odd) - odd
+        _store_kept(indices_ptr, begin + (evens & 0xFFFF), row, even & 1, room)
+        _store_kept(indices_ptr, second + (odds & 0xFFFF), row, odd & 1, room)
+        _store_kept(indices_ptr, third + (evens >> 16), row, even >> 16, room)
+        _store_kept(indices_ptr, fourth + (odds >> 16), row, odd >> 16, room)
+        all_even, all_odd = tl.sum(even), tl.sum(odd)
+        begin += all_even & 0xFFFF
+        second += all_odd & 0xFFFF
+        third += all_even >> 16
+        fourth += all_odd >> 16
+    for first in range(tables * every + tl.program_id(0) * FILL, room, tl.num_programs(0) * FILL):
         at = first + tl.arange(0, FILL)
         tl.store(indices_ptr + at, tl.zeros((FILL,), tl.int32), mask=at < room)
+        tl.store(row_indices_ptr + at, tl.zeros((FILL,), tl.int32), mask=at < room)
+
+
+def write_lists(table: Tensor, row_counts: Tensor, out: dict[str, Any]) -> None:
+    """Write the lists of a table that `has_words`. out: offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr and
+    room."""
+    batch, lists, rows, columns = table.shape
+    tables, words = batch * lists, columns // 4
+    counts = torch.empty(tables * columns, dtype=torch.int32, device=table.device)
+    sizes = {"strides": table.stride(), "lists": lists, "rows": rows, "columns": columns, "ROWS": 256}
+    sizes |= {"room": out["room"], "num_warps": 1, **chained(table.device)}
+    launch(
+        _word_rows_kernel, (tables * (cdiv(words, TWO.value) + rows),),
+        keep_ptr=table, row_counts_ptr=row_counts, counts_ptr=counts, offsets_ptr=out["offsets_ptr"],
+        indices_ptr=out["indices_ptr"], WIDE=64, **sizes,
+    )  # fmt: skip
+    launch(
+        _word_columns_kernel, (tables * words,),
+        keep_ptr=table, counts_ptr=counts, offsets_ptr=out["offsets_t_ptr"], indices_ptr=out["indices_t_ptr"],
+        row_indices_ptr=out["indices_ptr"], tables=tables, FILL=256, **sizes,
+    )  # fmt: skip
