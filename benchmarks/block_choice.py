@@ -1,6 +1,6 @@
 """What each device kernel of a choice of blocks takes on one GPU, in the forms that kernels have or had.
 
-    python benchmarks/block_choice.py results.json [--tokens 32768,65536]
+    TILESMITH_REPLAY=0 python benchmarks/block_choice.py results.json [--tokens 32768,65536]
 
 Tokens of DYNAMIC_THRESHOLD's choice (16 heads of 128) and of LEARNED's (4 index heads of 64, a target of 32/4 heads of
 128, the best 16 blocks). The forms of a kernel must agree, those of the largest scores and of lists in every bit;
@@ -30,6 +30,7 @@ from tilesmith.attention.budget import Budget, budget
 from tilesmith.attention.estimate import chosen_blocks
 from tilesmith.engine import ops as declared
 from tilesmith.ops.attn.triton import block_choice, block_shares, blocks
+from tilesmith.settings import settings
 
 PROCESSES = 8
 LARGEST = {
@@ -165,6 +166,8 @@ def main() -> int:
     parser.add_argument("out")
     parser.add_argument("--tokens", default="32768,65536", help="of DYNAMIC_THRESHOLD's choice and of LEARNED's")
     args = parser.parse_args()
+    if settings().replay != "0":
+        parser.error("set TILESMITH_REPLAY=0: a launcher that is replayed does not see that its form has changed")
     began = time.perf_counter()
     jobs = list(zip(KINDS, map(int, args.tokens.split(","))))
     names = {kind: {part: list(calls) for part, calls in KINDS[kind](tokens).items()} for kind, tokens in jobs}
