@@ -337,6 +337,28 @@ def test_shares_of_listed_blocks_come_in_steps(needs_triton, monkeypatch):
     assert (wanted > 0).sum() > 8
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("tokens", [70, 1030])
+def test_gradients_of_largest_scores_lie_as_q_and_k_do(backend, tokens, needs_triton):
+    """Token by token, as projections write them and norms read them; with 1,030 queries dk comes from parts."""
+    if backend == "triton" and not (interpreting() or torch.cuda.is_available()):
+        pytest.skip("needs a GPU or Triton's interpreter")
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k = (torch.randn(1, n, heads, 16, device=device) for n, heads in ((tokens, 4), (33, 2)))
+    q, k = (x.transpose(1, 2).requires_grad_() for x in (q, k))
+    with use(block_max_scores=backend, block_max_scores_vjp=backend):
+        scores = ops.block_max_scores(q, k, None, False, 16, 16)
+        weights = torch.rand_like(scores)
+        found = torch.autograd.grad((scores * weights).sum(), (q, k))
+    pairs = (q @ k.repeat_interleave(2, 1).mT).double() / 4
+    most = [(pairs[:, :, i : i + 16, j : j + 16].amax((2, 3))) for i in range(0, tokens, 16) for j in range(0, 33, 16)]
+    wanted = torch.autograd.grad((torch.stack(most, -1).view(scores.shape) * weights).sum(), (q, k))
+    for x, y, of in zip(found, wanted, (q, k)):
+        torch.testing.assert_close(x, y)
+        assert x.stride() == of.stride()
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_indexer_starts_from_an_attention(qk_norm):
     torch.manual_seed(0)

@@ -136,6 +136,7 @@ def _largest_cases() -> list[Case]:
         *by_queries,
         Case("blocks_of_32", _pair(1, 4, 2, 75, 75, 16, causal=True, block_q=32, block_k=16), SMALL),
         Case("long_lists", _pair(1, 2, 1, 1030, 33, 16, block_q=16, block_k=16), SMALL),
+        Case("transposed", _pair(1, 4, 2, 40, 61, 16, block_q=16, block_k=16, layout="transposed"), SMALL),
         Case("long_lists_tiles", _pair(1, 4, 1, 9000, 9000, 64, causal=True, block_q=128), GPU, HALF),
     ]
 

@@ -174,14 +174,15 @@ def _block_max_places_kernel(
 
 @triton.jit
 def _block_max_gradient_kernel(
-    dscores_ptr, places_ptr, offsets_ptr, indices_ptr, x_ptr, out_ptr, x_strides, heads, others, tokens, rows, columns,
-    scale, splits,
+    dscores_ptr, places_ptr, offsets_ptr, indices_ptr, x_ptr, out_ptr, x_strides, out_strides, heads, others, tokens,
+    rows, columns, scale, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
     OF_KEYS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries, or a part of dk of one of keys: from one of `splits` equal pieces of the list of
     each query head that reads them. x: the other side, which has `others` tokens; each entry gives a row of it to one
-    row of the block, which is a product with the places of ENTRIES entries."""
+    row of the block, which is a product with the places of ENTRIES entries. out_strides: of a piece, and of what is
+    written."""
     OWN: tl.constexpr = LIST_K if OF_KEYS else LIST_Q
     MEMBERS: tl.constexpr = GROUP if OF_KEYS else 1
     lines = columns if OF_KEYS else rows
@@ -215,7 +216,10 @@ def _block_max_gradient_kernel(
                 x = x.to(tl.float32)
             dx = tl.dot(given.to(x.dtype), x, dx, input_precision="ieee")
     at = line * OWN + own
-    out = out_ptr + (number * tokens + at)[:, None] * DIM + dims[None, :]
+    out_heads = heads // MEMBERS
+    out = out_ptr + piece * out_strides[0]
+    out += out_row // out_heads * out_strides[1] + out_row % out_heads * out_strides[2]
+    out += at.to(tl.int64)[:, None] * out_strides[3] + dims[None, :] * out_strides[4]
     tl.store(out, (dx * scale).to(out_ptr.dtype.element_ty), mask=(at < tokens)[:, None] & (dims < DIM)[None, :])
 
 
@@ -347,10 +351,8 @@ def block_max_scores_vjp(
 ) -> tuple[Tensor, Tensor]:
     """One program for each block of queries finds the places; one for each block of queries writes dq, one for each
     part of a block of keys that part of dk."""
+    dq, dk = (torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in zip((q, k), output_mask))
     q, k, dscores = unit_stride(q), unit_stride(k), dscores.contiguous()
-    dq, dk = (
-        torch.empty(x.shape if wanted else 0, dtype=x.dtype, device=x.device) for x, wanted in zip((q, k), output_mask)
-    )
     if dscores.numel() == 0:
         return dq.zero_(), dk.zero_()
     offsets, indices, offsets_t, indices_t = listed((dscores != 0.0) & (scores > float("-inf")), dscores.numel())
@@ -367,17 +369,19 @@ def block_max_scores_vjp(
     if output_mask[0]:
         launch(
             _block_max_gradient_kernel, (shared["rows"] * q.shape[0] * q.shape[1],),
-            x_ptr=k, out_ptr=dq, x_strides=k.stride(), others=k.shape[2], tokens=q.shape[2], OF_KEYS=False,
-            offsets_ptr=offsets, indices_ptr=indices, splits=1, **given,
+            x_ptr=k, out_ptr=dq, x_strides=k.stride(), out_strides=(0, *dq.stride()), others=k.shape[2],
+            tokens=q.shape[2], OF_KEYS=False, offsets_ptr=offsets, indices_ptr=indices, splits=1, **given,
         )  # fmt: skip
     if output_mask[1]:
         # a block of keys that every block of queries has, as the first one often is, is one program's work
         splits = 4 if shared["rows"] >= 64 and 16 * k.numel() <= FEW_PARTS else 1
         out = dk if splits == 1 else torch.empty((splits, *k.shape), dtype=torch.float32, device=q.device)
+        of_parts = (0, *dk.stride()) if splits == 1 else out.stride()
         launch(
             _block_max_gradient_kernel, (shared["columns"] * k.shape[0] * k.shape[1] * splits,),
-            x_ptr=q, out_ptr=out, x_strides=q.stride(), others=q.shape[2], tokens=k.shape[2], OF_KEYS=True,
-            offsets_ptr=offsets_t, indices_ptr=indices_t, splits=splits, **given,
+            x_ptr=q, out_ptr=out, x_strides=q.stride(), out_strides=of_parts, others=q.shape[2],
+            tokens=k.shape[2], OF_KEYS=True, offsets_ptr=offsets_t, indices_ptr=indices_t, splits=splits, **given,
         )  # fmt: skip
-        dk = dk if splits == 1 else out.sum(0).to(k.dtype)
+        if splits > 1:
+            dk.copy_(out.sum(0))
     return dq, dk
