@@ -99,7 +99,7 @@ def dynamic(tokens: int) -> dict[str, dict[str, Callable[[], Any]]]:
         return ops.block_lists(keep, keep.shape[1] * plan.total, plan.counts)
 
     bytewise = within(partial(form, has_words=lambda _: False), lists)
-    means = within(partial(form, MEANS=16), estimate)
+    means = within(partial(form, MEANS=16), within(partial(use, block_shares="triton"), estimate))
     return {
         "estimate": {**pinned(estimate, "block_shares", SUMS), "16 means a program": means},
         "selection": {"": lambda: ops.block_select(shares, plan.counts, plan.visible, 1.0, 1, 1)},
