@@ -161,6 +161,11 @@ def _fake_scores_vjp(dscores, q, k, *rest) -> tuple[Tensor, Tensor]:
     return dq, dk
 
 
+def _fake_max_vjp(dscores, q, k, *rest) -> tuple[Tensor, Tensor]:
+    dq, dk = (torch.empty_like(x) if want else x.new_empty(0) for x, want in zip((q, k), rest[-1]))
+    return dq, dk
+
+
 def _fake_mass(
     q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128, query_stride=1
 ) -> Tensor:
@@ -193,7 +198,7 @@ block_scores = Op(
     kernels=TRITON,
 )
 
-block_max_scores_vjp = Op(reference.block_max_scores_vjp, fake=_fake_scores_vjp, outputs=("dq", "dk"), kernels=MAX)
+block_max_scores_vjp = Op(reference.block_max_scores_vjp, fake=_fake_max_vjp, outputs=("dq", "dk"), kernels=MAX)
 
 block_max_scores = Op(
     reference.block_max_scores,

@@ -90,7 +90,8 @@ def block_max_scores_vjp(
     block_q: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dq, dk) of `block_max_scores`, contiguous; an empty tensor where ``output_mask`` is False.
+    """Gradients (dq, dk) of `block_max_scores`, with the strides that `torch.empty_like` gives q and k; an empty tensor
+    where ``output_mask`` is False.
 
     Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
     """
@@ -112,7 +113,7 @@ def block_max_scores_vjp(
         dk = dk.scatter_add(2, key, change * wide_q.gather(2, query))
     dk = dk.unflatten(1, (-1, group)).sum(2)
     given = zip((q, k), (dq, dk), output_mask)
-    out = [y.to(x.dtype).contiguous() if wanted else x.new_empty(0) for x, y, wanted in given]
+    out = [torch.empty_like(x).copy_(y) if wanted else x.new_empty(0) for x, y, wanted in given]
     return out[0], out[1]
 
 

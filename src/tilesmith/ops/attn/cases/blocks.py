@@ -136,6 +136,7 @@ def _largest_cases() -> list[Case]:
         *by_queries,
         Case("blocks_of_32", _pair(1, 4, 2, 75, 75, 16, causal=True, block_q=32, block_k=16), SMALL),
         Case("long_lists", _pair(1, 2, 1, 1030, 33, 16, block_q=16, block_k=16), SMALL),
+        Case("transposed", _pair(1, 4, 2, 40, 61, 16, block_q=16, block_k=16, layout="transposed"), SMALL),
         Case("long_lists_tiles", _pair(1, 4, 1, 9000, 9000, 64, causal=True, block_q=128), GPU, HALF),
     ]
 
@@ -264,6 +265,8 @@ CASES: dict[str, list[Case]] = {
         Case("counted", _counted(2, 3, 9, 7, 84), SMALL),
         Case("counted_tall", _counted(1, 2, 70, 5, 300), SMALL),
         Case("counted_too_little_room", _counted(1, 2, 8, 40, 20), SMALL),
+        Case("counted_long", _counted(1, 2, 530, 268, 2 * 530 * 268 + 5), SMALL),
+        Case("counted_odd", _counted(1, 1, 300, 270, 300 * 270), SMALL),
         Case("counted_512", _counted(1, 4, 512, 512, 4 * 512 * 512), GPU),
         Case("too_little_room", {"keep": T(1, 2, 8, 8, dtype=torch.bool, init=_kept), "room": 9}, SMALL),
         Case("much_room", {"keep": T(2, 1, 5, 3, dtype=torch.bool, init=_kept), "room": 700}, SMALL),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.attn.triton.block_words import has_words, write_lists
 
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
@@ -37,7 +38,8 @@ def _block_select_kernel(
     wanted = tl.minimum(tl.load(counts_ptr + row), seen)
     place = scores_ptr + batch.to(tl.int64) * strides[0] + which.to(tl.int64) * strides[1]
     place += row.to(tl.int64) * strides[2] + column.to(tl.int64) * strides[3]
-    score = tl.load(place, mask=column < seen, other=float("-inf")).to(tl.float32)
+    # all columns, since those that the row sees would be known only when `visible` is there
+    score = tl.load(place, mask=column < columns, other=float("-inf")).to(tl.float32)
     score = tl.where(score == score, score, float("-inf")) + 0.0  # one zero, not two
     bits = score.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & HIGHEST)
@@ -46,7 +48,11 @@ def _block_select_kernel(
     key = tl.where(column < first, HIGHEST - BLOCK - column, key)
     key = tl.where(behind < last, HIGHEST - behind, key)
     key = tl.where(column < seen, key, LOWEST)
-    low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
+    # between the smallest score and the largest one of those that are not kept in any case
+    low = tl.min(tl.where(column < seen, key, HIGHEST))
+    free = (column >= first) & (behind >= last) & (column < seen)
+    high = tl.max(tl.where(free, key, LOWEST))
+    high = tl.where(wanted > seen - tl.sum(free.to(tl.int32)), high, HIGHEST)
     while low < high:
         middle = _middle(low, high)
         found = tl.sum((key >= middle).to(tl.int32))
@@ -285,7 +291,7 @@ def block_lists(
     keep: Tensor, room: int, counts: Tensor | None = None, *, config: Mapping[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists; with the counts
-    of rows all of it in one launch."""
+    of rows nothing has to be added up, and words of four columns are read where they lie so."""
     return listed(keep, room, counts, config["num_warps"])
 
 
@@ -312,8 +318,13 @@ def listed(
         "room": room, "FILL": 256,
     }  # fmt: skip
     if row_counts is not None and keep.numel() < 1 << 30:
-        sizes |= chained(device)
-        launch(_counted_lists_kernel, grid, keep_ptr=dense, counts_ptr=row_counts.contiguous(), **out, **sizes)
+        row_counts = row_counts.contiguous()
+        if has_words(dense):
+            write_lists(dense, row_counts, out)
+        else:
+            launch(
+                _counted_lists_kernel, grid, keep_ptr=dense, counts_ptr=row_counts, **out, **sizes, **chained(device)
+            )
         return offsets, indices, offsets_t, indices_t
     counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)
     launch(_block_counts_kernel, grid, keep_ptr=dense, counts_ptr=counts, **sizes)
