@@ -95,7 +95,7 @@ def candidates(call: Call) -> dict[str, str]:
     shared = [n for n in (1, 2, 4, 8) if call.heads // call.kv_heads % n == 0] if call.window else [1]
     found = {str(heads): f"hopper:heads={heads}" for heads in shared}
     if call.name.startswith("few"):
-        found = {name: f"{pin},consumers=2" for name, pin in found.items()}
+        found = {name: f"{pin}:consumers=2" for name, pin in found.items()}
         found |= {f"{name} in 64 rows": pin.replace("consumers=2", "consumers=1") for name, pin in found.items()}
     return found
 

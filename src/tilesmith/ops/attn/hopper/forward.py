@@ -404,7 +404,7 @@ def attention_fwd_kernel(
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
     WINDOWLESS: gl.constexpr = not (LEFT or PACKED or LIST_K > 0)
-    gl.static_assert(not HALF or (WINDOWLESS and RIGHT and BN == 128 and 1 < CONSUMERS < 4))
+    gl.static_assert(not HALF or (WINDOWLESS and RIGHT and BN == 128 and CONSUMERS > 1 and CONSUMERS < 4))
     gl.static_assert(not STREAM_K or (WINDOWLESS and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
