@@ -29,19 +29,11 @@ from tilesmith.attention import estimated_shares
 from tilesmith.attention.budget import Budget, budget
 from tilesmith.attention.estimate import chosen_blocks
 from tilesmith.engine import ops as declared
-from tilesmith.ops.attn.triton import block_choice, block_shares, blocks
+from tilesmith.ops.attn.triton import block_choice, block_shares
 from tilesmith.settings import settings
 
 PROCESSES = 8
-LARGEST = {
-    "as before: a product, three barriers": {"num_warps": 4, "max_registers": 168, "num_stages": 2, "parts": 0},
-    "the same, three stages": {"num_warps": 4, "max_registers": 168, "num_stages": 3, "parts": 0},
-    "parts": {"num_warps": 4, "max_registers": 168, "num_stages": 3, "parts": 1, "bulk": 0},
-    "parts, TMA": {"num_warps": 4, "max_registers": 168, "num_stages": 3, "parts": 1, "bulk": 1},
-    "parts, TMA, eight warps": {"num_warps": 8, "max_registers": 128, "num_stages": 3, "parts": 1, "bulk": 1},
-}
-PLACES = {"two stages, as before": {"num_stages": 2}, "three stages": {"num_stages": 3}}
-STEPS = {"128 keys, two stages, as before": (128, 2), "64 keys, three stages": (64, 3)}
+LARGEST = {"four warps": {"num_warps": 4, "max_registers": 168}, "eight warps": {"num_warps": 8, "max_registers": 128}}
 SUMS = {
     "a tile of 64 x 128 a program, as before": {"block_m": 64, "block_n": 128, "num_warps": 8, "run": 1},
     "four of 64 x 128": {"block_m": 64, "block_n": 128, "num_warps": 8, "run": 4},
@@ -51,8 +43,8 @@ SUMS = {
 
 @contextlib.contextmanager
 def form(**patched: Any) -> Iterator[None]:
-    """The forms of lists, steps and means that no configuration chooses."""
-    homes = {"has_words": block_choice, "_step": blocks, "MEANS": block_shares}
+    """The forms of lists and means that no configuration chooses."""
+    homes = {"has_words": block_choice, "MEANS": block_shares}
     with contextlib.ExitStack() as stack:
         for name, value in patched.items():
             stack.enter_context(mock.patch.object(homes[name], name, value))
@@ -131,11 +123,10 @@ def learned(tokens: int) -> dict[str, dict[str, Callable[[], Any]]]:
         seen = torch.where(keep, 0.0, float("-inf"))
         return gradient(dscores, index_q, index_k, seen, None, True, 128, 128, [True, True])
 
-    steps = {name: within(partial(form, _step=lambda *_, pair=pair: pair), target) for name, pair in STEPS.items()}
     return {
         "largest scores": pinned(scored, "block_max_scores", LARGEST),
-        "gradient": pinned(places, "block_max_scores_vjp", PLACES),
-        "target": steps,
+        "gradient": {"": places},
+        "target": {"": target},
     }
 
 

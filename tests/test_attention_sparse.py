@@ -295,48 +295,6 @@ def test_of_equal_scores_the_first_has_the_gradient(backend, needs_triton):
     torch.testing.assert_close(dk.cpu(), of_keys[None, None, :, None].expand(1, 1, 40, 16))
 
 
-@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
-@pytest.mark.parametrize("bulk", [0, 1])
-@pytest.mark.parametrize(
-    "tokens, keys, causal", [(200, 200, True), (130, 261, True), (261, 130, True), (64, 200, False)]
-)
-def test_largest_scores_come_from_parts_of_tiles(tokens, keys, causal, bulk, needs_triton, monkeypatch):
-    """Of four warps each, put together two blocks of keys at a time; with rows that see no key."""
-    from tilesmith.ops.attn.triton import block_max
-
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setattr(block_max, "WALK", 2)
-    q, k = torch.randn(2, 4, tokens, 32, device=device), torch.randn(2, 2, keys, 32, device=device)
-    with use(block_max_scores="reference"):
-        wanted = ops.block_max_scores(q, k, None, causal, 32, 64)
-    with use(block_max_scores=f"triton:parts=1:bulk={bulk}"):
-        torch.testing.assert_close(ops.block_max_scores(q, k, None, causal, 32, 64), wanted)
-    with use(block_max_scores="triton:parts=0"):
-        torch.testing.assert_close(ops.block_max_scores(q, k, None, causal, 32, 64), wanted)
-
-
-@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
-def test_shares_of_listed_blocks_come_in_steps(needs_triton, monkeypatch):
-    """A block of 64 keys in four steps; the last block of keys is shorter than one of them."""
-    from tilesmith.ops.attn.triton import blocks
-
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setattr(blocks, "_step", lambda *_: (16, 3))
-    q = torch.randn(1, 16, 263, 32, device=device, dtype=torch.float16)
-    k = torch.randn(1, 2, 263, 32, device=device, dtype=torch.float16)
-    keep = torch.rand(1, 2, 3, 5, device=device) < 0.6
-    offsets, indices, _, _ = ops.block_lists(keep, 30)
-    lse = torch.logsumexp(q.float() @ k.float().repeat_interleave(8, 1).mT / 32**0.5, -1)
-    given = (q, k, lse, offsets, indices, None, True, 128, 64, 8)
-    with use(block_mass="reference"):
-        wanted = ops.block_mass(*given)
-    with use(block_mass="triton"):
-        torch.testing.assert_close(ops.block_mass(*given), wanted, rtol=1e-3, atol=1e-5)
-    assert (wanted > 0).sum() > 8
-
-
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("tokens", [70, 1030])
 def test_gradients_of_largest_scores_lie_as_q_and_k_do(backend, tokens, needs_triton):

@@ -11,9 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tilesmith.device.alignment import tma_strides
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.attn.triton.block_choice import listed
 from tilesmith.ops.attn.triton.blocks import (
@@ -76,63 +74,6 @@ def _block_max_fwd_kernel(
         column = first // LIST_K + tl.arange(0, KB)
         held = (block < rows)[:, None] & (column < columns)[None, :]
         tl.store(scores_ptr + column[None, :], found * scale, mask=held)
-
-
-@triton.jit
-def _largest_of_parts(x, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr):
-    """The largest element of each part of a tile's rows, 32 times, [PARTS * 32]. A part is 16 of each 16 * PARTS rows.
-
-    That is what a warp of PARTS holds of a product: a thread finds the largest of its own elements, a warp that of its
-    lanes, each of which then has it, and nothing passes through shared memory. In another layout the values are the
-    same."""
-    x = tl.reshape(x, (ROWS // (16 * PARTS), PARTS, 2, 8, KEYS // 8, 4, 2))
-    x = tl.max(tl.max(tl.max(tl.max(x, 4), 5), 2), 0)
-    x = tl.max(tl.max(x, 2, keep_dims=True), 1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(x, (PARTS, 8, 4)), (PARTS * 32,))
-
-
-@triton.jit
-def _block_max_parts_kernel(
-    q_ptr, k_ptr, k_desc, scores_ptr, parts_ptr, q_strides, k_strides, heads, tokens, keys, rows, columns, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr, LIST_K: tl.constexpr,
-    CAUSAL: tl.constexpr, PARTS: tl.constexpr, WALK: tl.constexpr, BULK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """As `_block_max_fwd_kernel`, where a tile is one block: a warp writes the largest score of its own rows and waits
-    for no other warp, and the parts of WALK blocks are put together at once. BULK: keys travel by TMA."""
-    head_row, tile = tile_of(tl.program_id(0), rows, CAUSAL)
-    batch, head = head_row // heads, head_row % heads
-    first_row = tile * LIST_Q
-    kv_head = head // GROUP
-    q_ptr += batch * q_strides[0] + head * q_strides[1]
-    k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
-    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, LIST_Q, BLOCK_D)
-    end, whole = key_range(first_row, tokens, keys, LIST_Q, LIST_K, CAUSAL)
-    last = last_keys(first_row + tl.arange(0, LIST_Q), tokens, keys, CAUSAL)
-    scores_ptr += (head_row * rows + tile) * columns
-    parts_ptr += tl.program_id(0).to(tl.int64) * (WALK * PARTS)
-    lane, part, column = tl.arange(0, PARTS * 32), tl.arange(0, PARTS), tl.arange(0, WALK)
-    for begin in range(0, end, WALK * LIST_K):
-        stop = tl.minimum(begin + WALK * LIST_K, end)
-        middle = tl.maximum(tl.minimum(stop, whole), begin)
-        for first in tl.range(begin, middle, LIST_K, num_stages=STAGES):
-            if BULK:
-                k = tl.reshape(k_desc.load([batch.to(tl.int32), kv_head.to(tl.int32), first, 0]), (LIST_K, BLOCK_D))
-            else:
-                k = load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D, True)
-            product = tl.dot(q, tl.trans(k), input_precision="ieee")
-            found = _largest_of_parts(product, LIST_Q, LIST_K, PARTS)
-            tl.store(parts_ptr + (first - begin) // LIST_K * PARTS + lane // 32, found, mask=lane % 32 == 0)
-        for first in tl.range(middle, stop, LIST_K, num_stages=1):
-            product = tile_products(q, k_ptr, first, last, keys, k_strides[2], DIM, BLOCK_D, LIST_K, False)
-            found = _largest_of_parts(product, LIST_Q, LIST_K, PARTS)
-            tl.store(parts_ptr + (first - begin) // LIST_K * PARTS + lane // 32, found, mask=lane % 32 == 0)
-        tl.debug_barrier()  # what the other warps have written
-        held = begin + column * LIST_K < stop
-        parts = tl.load(
-            parts_ptr + column[:, None] * PARTS + part[None, :], mask=held[:, None], other=float("-inf")
-        )  # fmt: skip
-        tl.store(scores_ptr + begin // LIST_K + column, tl.max(parts, 1) * scale, mask=held)
-        tl.debug_barrier()  # before they write the next ones
 
 
 @triton.jit
@@ -224,29 +165,22 @@ def _block_max_gradient_kernel(
 
 
 class MaxConfig(NamedTuple):
-    """max_registers: of a thread; 0: as many as the compiler likes. num_stages: tiles of keys on their way, and the one
-    in use. parts: warps write the largest scores of their rows, where a tile is one block. bulk: keys travel by TMA
-    then, if it can read them."""
+    """max_registers: of a thread; 0: as many as the compiler likes."""
 
     num_warps: int
     max_registers: int
-    num_stages: int
-    parts: bool
-    bulk: bool
 
 
-def _launch_options(config: "MaxConfig | PlacesConfig") -> dict[str, int]:
+def _launch_options(config: MaxConfig) -> dict[str, int]:
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     return {"num_warps": config.num_warps, **limit}
 
 
 def _max_default(dims: Mapping[str, int], arch, dtype: torch.dtype) -> MaxConfig:
-    narrow = arch.kind == "cuda" and dtype != torch.float32 and dims["dim"] <= 128
-    bulk = narrow and arch.capability >= (9, 0)
-    if narrow and dims["dim"] <= 64:
+    if arch.kind == "cuda" and dtype != torch.float32 and dims["dim"] <= 64:
         # three CTAs of four warps on an SM: while one finds its largest scores the tensor cores serve the others
-        return MaxConfig(4, 168, 3 if arch.shared_memory > 200 * 1024 else 2, bulk, bulk)
-    return MaxConfig(4 if dims["block_q"] <= 64 else 8, 128 if bulk else 0, 2, bulk, bulk)
+        return MaxConfig(4, 168)
+    return MaxConfig(4 if dims["block_q"] <= 64 else 8, 0)
 
 
 def _max_dims(q: Tensor, k: Tensor, scale=None, causal=False, block_k=128, block_q=1) -> dict[str, int]:
@@ -255,14 +189,8 @@ def _max_dims(q: Tensor, k: Tensor, scale=None, causal=False, block_k=128, block
 
 
 MAX_SPACE = Space(
-    default=_max_default,
-    dims=_max_dims,
-    choices={
-        "num_warps": (4, 8), "max_registers": (0, 128, 168), "num_stages": (2, 3), "parts": (False, True),
-        "bulk": (False, True),
-    },
+    default=_max_default, dims=_max_dims, choices={"num_warps": (4, 8), "max_registers": (0, 128, 168)},
 )  # fmt: skip
-WALK = 128  # blocks of keys whose parts are put together at once
 
 
 @register_kernel("block_max_scores", backend="triton", rank=20, rejects=score_reasons)
@@ -285,42 +213,19 @@ def block_max_scores(
         return scores
     block_m, block_n = tile_size(block_q, least_tile(q)), tile_size(block_k, least_tile(q))
     options = _launch_options(config) if block_m * block_n > 64 * 64 else {"num_warps": 4}
-    given = {"scores_ptr": scores, **launch_arguments(q, k, scale, causal, block_q, block_k), **options}
-    programs = cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1]
-    if config.parts and (block_m, block_n) == (block_q, block_k):
-        parts = min(options["num_warps"], block_q // 16)
-        strides = tma_strides(k) if config.bulk else None
-        desc = None if strides is None else TensorDescriptor(
-            k, list(k.shape), strides, [1, 1, block_k, given["BLOCK_D"]]
-        )  # fmt: skip
-        launch(
-            _block_max_parts_kernel, (programs,),
-            k_desc=desc, parts_ptr=torch.empty(programs * WALK * parts, dtype=torch.float32, device=q.device),
-            PARTS=parts, WALK=WALK, BULK=desc is not None, STAGES=config.num_stages, **given,
-        )  # fmt: skip
-        return scores
     launch(
-        _block_max_fwd_kernel, (programs,), BLOCK_M=block_m, BLOCK_N=block_n, num_stages=config.num_stages, **given
+        _block_max_fwd_kernel, (cdiv(q.shape[2], block_m) * q.shape[0] * q.shape[1],),
+        scores_ptr=scores, BLOCK_M=block_m, BLOCK_N=block_n, **launch_arguments(q, k, scale, causal, block_q, block_k),
+        **options, num_stages=2,
     )  # fmt: skip
     return scores
 
 
-class PlacesConfig(NamedTuple):
-    """max_registers: of a thread; 0: as many as the compiler likes."""
-
-    num_warps: int
-    max_registers: int
-    num_stages: int
-
-
-def _max_vjp_default(dims: Mapping[str, int], arch, dtype: torch.dtype) -> PlacesConfig:
-    # with two stages the next tile is asked for when this one is done, with three while it is looked at
-    roomy = arch.kind == "cuda" and arch.shared_memory > 200 * 1024 and dims["bytes"] == 2
-    stages = (3 if roomy else 2) if dims["dim"] <= 64 else 1
+def _max_vjp_default(dims: Mapping[str, int], arch, dtype: torch.dtype) -> MaxConfig:
     if min(dims["block_q"], dims["block_k"]) < 128:
-        return PlacesConfig(4, 0, stages)
+        return MaxConfig(4, 0)
     two_ctas = arch.kind == "cuda" and dims["bytes"] == 2 and dims["dim"] <= 64
-    return PlacesConfig(8, 128 if two_ctas else 0, stages)
+    return MaxConfig(8, 128 if two_ctas else 0)
 
 
 def _max_vjp_dims(dscores, q, k, scores, scale, causal, block_k, block_q, output_mask) -> dict[str, int]:
@@ -328,9 +233,7 @@ def _max_vjp_dims(dscores, q, k, scores, scale, causal, block_k, block_q, output
 
 
 MAX_VJP_SPACE = Space(
-    default=_max_vjp_default,
-    dims=_max_vjp_dims,
-    choices={"num_warps": (4, 8), "max_registers": (0, 128), "num_stages": (1, 2, 3)},
+    default=_max_vjp_default, dims=_max_vjp_dims, choices={"num_warps": (4, 8), "max_registers": (0, 128)},
 )  # fmt: skip
 
 
@@ -347,7 +250,7 @@ def block_max_scores_vjp(
     block_q: int,
     output_mask: Sequence[bool],
     *,
-    config: PlacesConfig,
+    config: MaxConfig,
 ) -> tuple[Tensor, Tensor]:
     """One program for each block of queries finds the places; one for each block of queries writes dq, one for each
     part of a block of keys that part of dk."""
@@ -361,7 +264,7 @@ def block_max_scores_vjp(
     launch(
         _block_max_places_kernel, (shared["rows"] * q.shape[0] * q.shape[1],),
         places_ptr=places, offsets_ptr=offsets, indices_ptr=indices, **shared,
-        **_launch_options(config), num_stages=config.num_stages,
+        **_launch_options(config), num_stages=2 if q.shape[3] <= 64 else 1,
     )  # fmt: skip
     names = ("heads", "rows", "columns", "scale", "GROUP", "DIM", "BLOCK_D", "LIST_Q", "LIST_K")
     given = {"dscores_ptr": dscores, "places_ptr": places, **{name: shared[name] for name in names}}

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn.triton.block_choice import listed
 
 LOG2_E = 1.4426950408889634
@@ -310,17 +309,15 @@ def _listed_sums_kernel(
     q_ptr, k_ptr, lse_ptr, sums_ptr, offsets_ptr, indices_ptr, q_strides, k_strides, list_strides, slots,
     heads, tokens, keys, rows, columns, scale,
     GROUP: tl.constexpr, MEMBERS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, LIST_Q: tl.constexpr,
-    LIST_K: tl.constexpr, CAUSAL: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    LIST_K: tl.constexpr, CAUSAL: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the probabilities of one block of queries of MEMBERS heads of a kv head, over each block of its list and
     16 queries at a time: these lie in one warp, so that warps do not wait for each other. Each STRIDE-th query counts;
-    LIST_Q are those of a block, ROWS those of all the heads, at least 16. A step takes KEYS keys of a block, and has
-    sums of its own.
+    LIST_Q are those of a block, ROWS those of all the heads, at least 16.
 
     slots: entries from one kv head's sums to the next one's."""
     PARTS: tl.constexpr = ROWS // 16
     PACKS: tl.constexpr = GROUP // MEMBERS
-    STEPS: tl.constexpr = LIST_K // KEYS
     # neighbours are the query heads of a kv head, which read the same keys
     pack = tl.program_id(0) % PACKS
     kv_row, block = tile_of(tl.program_id(0) // PACKS, rows, CAUSAL)
@@ -340,28 +337,26 @@ def _listed_sums_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     list_ptr = offsets_ptr + batch * list_strides[0] + kv_head * list_strides[1] + block
     begin, end = tl.load(list_ptr), tl.load(list_ptr + 1)
-    sums_ptr += pack * PARTS + tl.arange(0, PARTS) + (kv_row * slots + begin) * (STEPS * PACKS * PARTS)
+    sums_ptr += pack * PARTS + tl.arange(0, PARTS)
     column = tl.load(indices_ptr + begin, mask=begin < end, other=0)
-    for step in range(begin * STEPS, end * STEPS):
-        first = column * LIST_K + step % STEPS * KEYS
+    for entry in range(begin, end):
+        first = column * LIST_K
         # one step ahead of the keys, whose address it is
-        entry = (step + 1) // STEPS
-        column = tl.load(indices_ptr + entry, mask=entry < end, other=0)
-        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, KEYS, BLOCK_D)
+        column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
+        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         p = tl.exp2(score * scale - lse[:, None])
-        ahead = first + KEYS > keys
+        ahead = first + LIST_K > keys
         if CAUSAL:
-            ahead = ahead | (first + KEYS - 1 > first_row + keys - tokens)
+            ahead = ahead | (first + LIST_K - 1 > first_row + keys - tokens)
         if ahead:
-            keys_at = first + tl.arange(0, KEYS)
+            keys_at = first + tl.arange(0, LIST_K)
             seen = (keys_at < keys)[None, :]
             if CAUSAL:
                 seen = seen & (keys_at[None, :] <= at[:, None] + (keys - tokens))
             p = tl.where(seen, p, 0.0)
         total = tl.sum(tl.reshape(tl.sum(p, 1), (PARTS, 16)), 1)
-        tl.store(sums_ptr, total)
-        sums_ptr += PACKS * PARTS
+        tl.store(sums_ptr + (kv_row * slots + entry) * (PACKS * PARTS), total)
 
 
 @triton.jit
@@ -570,28 +565,21 @@ def _listed_mass(mass: Tensor, lse: Tensor, offsets: Tensor, indices: Tensor, sh
     own = offsets.shape[:2] == mass.shape[:2]  # otherwise heads share entries, and each one needs sums of its own
     members = math.gcd(group, 128 // queries)
     held = max(16, members * queries)
-    small = held * shared["LIST_K"] <= 64 * 64
-    wide = shared["BLOCK_D"] > 128 or shared["q_ptr"].dtype == torch.float32
-    keys, stages = (shared["LIST_K"], 1 if wide else 2) if small or wide else _step(shared["LIST_K"], mass.device)
-    sums = group // members * held // 16 * (shared["LIST_K"] // keys)
+    sums = group // members * held // 16
     partial = torch.empty((1 if own else batch * kv_heads) * room, sums, dtype=torch.float32, device=mass.device)
     lists = {
         "sums_ptr": partial, "offsets_ptr": offsets, "indices_ptr": indices,
         "list_strides": offsets.expand(batch, kv_heads, -1).stride(), "slots": 0 if own else room,
     }  # fmt: skip
+    small = held * shared["LIST_K"] <= 64 * 64
+    wide = shared["BLOCK_D"] > 128 or shared["q_ptr"].dtype == torch.float32
     launch(
         _listed_sums_kernel, (batch * kv_heads * rows * (group // members),),
-        lse_ptr=lse, MEMBERS=members, ROWS=held, KEYS=keys, **lists, **(shared | {"scale": LOG2_E * shared["scale"]}),
-        num_warps=4 if small else 8, num_stages=stages,
+        lse_ptr=lse, MEMBERS=members, ROWS=held, **lists, **(shared | {"scale": LOG2_E * shared["scale"]}),
+        num_warps=4 if small else 8, num_stages=1 if wide else 2,
     )  # fmt: skip
     launch(
         _listed_mass_kernel, (batch * kv_heads * rows,),
         mass_ptr=mass, kv_heads=kv_heads, tokens=shared["tokens"], rows=rows, columns=columns, LIST_Q=queries,
         SUMS=sums, BLOCK=16, WIDTH=next_power_of_2(sums), GROUP=group, STRIDE=shared["STRIDE"], **lists, num_warps=4,
     )  # fmt: skip
-
-
-def _step(block_k: int, device: torch.device) -> tuple[int, int]:
-    """Keys of a step, and stages. An SM has room for two CTAs with two tiles of 128 keys each, of which the next one is
-    asked for when this one is done, or with three of 64, which come while others are looked at."""
-    return (64, 3) if block_k == 128 and arch_of(device).shared_memory > 200 * 1024 else (block_k, 2)
