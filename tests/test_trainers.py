@@ -1,0 +1,134 @@
+"""The entry points under the trainers and packages themselves: training with them is training without them.
+
+`make test` installs TRL, bitsandbytes and `kernels`. The others ask for releases of their own of what the tests need;
+`make integrations` gives each an environment of its own and runs its test there.
+"""
+
+import functools
+import importlib
+import json
+import runpy
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from optimize_models import Calls, batch, build, ops_everywhere, train  # noqa: F401
+from ranks import ROOT
+from tilesmith.models import optimize
+
+pytest.importorskip("transformers")
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """Nothing is asked of the Hub; Axolotl and the rest send no statistics."""
+    for name in ("HF_HUB_OFFLINE", "AXOLOTL_DO_NOT_TRACK", "DISABLE_MLFLOW_INTEGRATION"):
+        monkeypatch.setenv(name, "1")
+
+
+@pytest.fixture
+def installed(missing):
+    """installed(name): the package, which `make test` installs, so that it may not be missing there."""
+
+    def get(name: str):
+        try:
+            return importlib.import_module(name)
+        except ImportError as problem:
+            return missing(f"{name} could not be imported ({problem}): pip install {name}")
+
+    return get
+
+
+def callback():
+    from tilesmith.integrations.trainer import TilesmithCallback
+
+    return TilesmithCallback()
+
+
+WAYS = {
+    "before": ("sft", "dpo", "grpo"),
+    "callback": ("sft", "dpo", "grpo"),
+    "adapters": ("sft", "grpo"),  # DPOTrainer takes adapters or a reference model
+}
+
+
+@pytest.mark.parametrize(("way", "kind"), [(way, kind) for way, kinds in WAYS.items() for kind in kinds])
+def test_trl(way, kind, installed):
+    """TRL's trainers on a model optimised before, by the callback, and by the callback after TRL's own adapters."""
+    installed("trl")
+    example = runpy.run_path(str(EXAMPLES / "trl_trainers.py"))
+    logged, tiny = example["logged"], example["tiny_model"]
+    how = {}
+    if way == "adapters":
+        how["peft_config"] = installed("peft").LoraConfig(r=2, target_modules="all-linear")
+    plain = logged(kind, tiny(), **how)
+    model = optimize(tiny()) if way == "before" else tiny()
+    with Calls() as calls:
+        found = logged(kind, model, **how, **({} if way == "before" else {"callbacks": [callback()]}))
+    assert {"attention", "attention_vjp", "rope", "add_rms_norm", "add_rms_norm_vjp"} <= set(calls)
+    assert ("lora_linear" if way == "adapters" else "swiglu") in calls and "linear_cross_entropy" not in calls
+    assert found == pytest.approx(plain, rel=1e-3, abs=1e-4) and min(plain[1::2]) > 1e-2
+
+
+def test_layers_are_mapped_by_the_kernels_package(installed, monkeypatch):
+    """`kernelize` with the folder in the Hub's layout, as the guide does it."""
+    kernels = installed("kernels")
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    names = {modeling.LlamaRMSNorm: "RMSNorm", modeling.LlamaMLP: "SwiGLUMLP"}
+    for cls, name in names.items():  # as transformers marks its classes where it accepts the release of `kernels`
+        for attribute in ("kernel_layer_name", "kernel_condition"):
+            monkeypatch.setattr(cls, attribute, getattr(cls, attribute, None), raising=False)
+        kernels.replace_kernel_forward_from_hub(cls, name)
+    model, inputs = build("llama"), batch("llama")
+    plain = train(model, inputs)
+    folder = EXAMPLES / "hub_layers" / "build"
+    layers = {name: {"cpu": kernels.LocalLayerRepository(folder, layer_name=name)} for name in names.values()}
+    with kernels.use_kernel_mapping(layers):
+        model = kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
+    with Calls() as calls:
+        found = train(model, inputs)
+    assert calls == {"rms_norm": 5, "swiglu": 2, "rms_norm_vjp": 5, "swiglu_vjp": 2}
+    torch.testing.assert_close(found[0], plain[0])
+    torch.testing.assert_close(found[2], plain[2], rtol=1e-4, atol=1e-6)
+
+
+def four_bit(folder, **how):
+    """A tiny Llama, loaded in NF4 as its users load it, with seeded adapters."""
+    transformers, peft = importlib.import_module("transformers"), importlib.import_module("peft")
+    quantized = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, **how
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized)
+    torch.manual_seed(1)
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(model, adapters)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_of_bitsandbytes(nested, installed, tmp_path, caplog):
+    """A QLoRA step. Optimising runs no packed layer, and leaves what unpacks the weights as it was."""
+    bitsandbytes = installed("bitsandbytes")
+    installed("peft")
+    build("llama").save_pretrained(tmp_path)
+    inputs = batch("llama")
+    plain = train(four_bit(tmp_path, bnb_4bit_use_double_quant=nested), inputs)
+    model = four_bit(tmp_path, bnb_4bit_use_double_quant=nested)
+    packed = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    states = [dict(vars(m.weight.quant_state)) for m in packed]
+    optimize(model)
+    assert len(packed) == 14 and not [r for r in caplog.records if r.name.startswith("bitsandbytes.nn")]
+    for module, before in zip(packed, states):
+        after = vars(module.weight.quant_state)
+        assert module.weight.dtype is torch.uint8 and all(after[name] is value for name, value in before.items())
+    report = model.tilesmith_report
+    assert sum(row.reason.startswith("its weights are kept in nf4") for row in report.skipped) == 14
+    with Calls() as calls:
+        found = train(model, inputs)
+    assert calls["lora_linear"] == 14 and {"attention", "add_rms_norm", "rope", "swiglu"} <= set(calls)
+    torch.testing.assert_close(found[0], plain[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[2], plain[2], rtol=1e-3, atol=1e-5)
