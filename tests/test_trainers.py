@@ -132,3 +132,96 @@ def test_weights_of_bitsandbytes(nested, installed, tmp_path, caplog):
     assert calls["lora_linear"] == 14 and {"attention", "add_rms_norm", "rope", "swiglu"} <= set(calls)
     torch.testing.assert_close(found[0], plain[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[2], plain[2], rtol=1e-3, atol=1e-5)
+
+
+def tiny(folder: Path) -> tuple[Path, Path]:
+    """A Llama of two layers with a tokenizer of characters, and a data set of instructions, both saved in a folder."""
+    tokenizers, transformers = importlib.import_module("tokenizers"), importlib.import_module("transformers")
+    kinds = ["<pad>", "</s>", "<s>", "<unk>", *map(chr, range(32, 127)), "\n"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({kind: i for i, kind in enumerate(kinds)}, "<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    model = folder / "model"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(model)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = transformers.LlamaConfig(**sizes, **ids, num_key_value_heads=2, vocab_size=len(kinds))
+    transformers.LlamaForCausalLM(config).save_pretrained(model)
+    rows = [{"instruction": f"say {c} twice", "input": "", "output": f"{c} {c}"} for c in "abcdefghijklmnop"]
+    (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    return model, folder / "rows.json"
+
+
+def recipe(name: str) -> dict:
+    """A configuration of examples/."""
+    return yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+SHORT = {"max_steps": 3, "learning_rate": 2e-3, "logging_steps": 1, "bf16": False, "gradient_accumulation_steps": 1}
+TRAINED = {
+    "attention",
+    "attention_vjp",
+    "rope",
+    "add_rms_norm",
+    "add_rms_norm_vjp",
+    "lora_linear",
+    "linear_cross_entropy",
+}
+
+
+def test_axolotl(tmp_path, monkeypatch):
+    """examples/axolotl.yaml on a tiny model, with the plugin and without it."""
+    pytest.importorskip("axolotl.train", exc_type=ImportError)
+    from axolotl.cli.args import TrainerCliArgs
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.train import train as run
+
+    model, rows = tiny(tmp_path)
+    told = {**recipe("axolotl"), **SHORT, "base_model": str(model), "micro_batch_size": 1, "sequence_len": 256}
+    told |= {"datasets": [{"path": str(rows), "ds_type": "json", "type": "alpaca"}]}
+    (ours,) = told["plugins"]
+
+    def logged(name, **more):
+        settings = {**told, **more, "output_dir": str(tmp_path / name), "dataset_prepared_path": str(tmp_path / "data")}
+        written = tmp_path / f"{name}.yaml"
+        written.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        cfg = load_cfg(str(written))
+        *_, trainer = run(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
+        return cfg, trainer
+
+    theirs = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
+    plain = logged("plain", plugins=["axolotl_seed.SeedPlugin"], **theirs)[1]
+    with Calls() as calls:
+        cfg, found = logged("found", plugins=["axolotl_seed.SeedPlugin", ours])
+    assert set(calls) >= TRAINED and not any(cfg[name] for name in theirs)
+    agree(found.state.log_history, plain.state.log_history)
+
+
+def agree(found: list[dict], plain: list[dict]):
+    """Losses and norms of gradients of three steps."""
+    kept = [[e[name] for e in log if "loss" in e for name in ("loss", "grad_norm")] for log in (found, plain)]
+    assert len(kept[1]) == 6 and min(kept[1]) > 1e-2 and kept[0] == pytest.approx(kept[1], rel=1e-3)
+
+
+def test_llamafactory(tmp_path):
+    """examples/llamafactory.yaml on a tiny model, by our entry point and by LLaMA-Factory's own."""
+    theirs = pytest.importorskip("llamafactory.train.tuner", exc_type=ImportError).run_exp
+    from tilesmith.integrations.llamafactory import run_exp
+
+    model, rows = tiny(tmp_path)
+    told = {**recipe("llamafactory"), **SHORT, "model_name_or_path": str(model), "per_device_train_batch_size": 1}
+    known = {told["dataset"]: {"file_name": rows.name}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(known), encoding="utf-8")
+    told |= {"dataset_dir": str(tmp_path), "cutoff_len": 256, "report_to": "none", "use_cpu": True}
+
+    def logged(name, run):
+        run({**told, "output_dir": str(tmp_path / name)})
+        return json.loads((tmp_path / name / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+
+    plain = logged("plain", theirs)
+    with Calls() as calls:
+        found = logged("found", run_exp)
+    assert set(calls) >= TRAINED
+    agree(found, plain)

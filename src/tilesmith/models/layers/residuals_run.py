@@ -130,9 +130,7 @@ def _unpacked(child: nn.Module) -> dict[int, nn.Module]:
         return {}
     dtype = getattr(child, "compute_dtype", None)  # of bitsandbytes
     return {
-        id(child): nn.Linear(
-            child.in_features, child.out_features, child.bias is not None, device="meta", dtype=dtype
-        )
+        id(child): nn.Linear(child.in_features, child.out_features, child.bias is not None, device="meta", dtype=dtype)
     }
 
 
