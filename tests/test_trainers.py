@@ -1,10 +1,9 @@
 """The entry points under the trainers and packages themselves: training with them is training without them.
 
-`make test` installs TRL, bitsandbytes and `kernels`. The others ask for releases of their own of what the tests need;
-`make integrations` gives each an environment of its own and runs its test there.
+`make test` installs TRL and bitsandbytes. The others ask for releases of their own of what the tests need, or change what
+transformers does (`kernels`); `make integrations` gives each an environment of its own and runs its test there.
 """
 
-import functools
 import importlib
 import json
 import runpy
@@ -22,6 +21,8 @@ from tilesmith.models import optimize
 
 pytest.importorskip("transformers")
 EXAMPLES = ROOT / "examples"
+TRAINED = {"attention", "attention_vjp", "rope", "add_rms_norm", "add_rms_norm_vjp"}
+SHORT = {"max_steps": 3, "learning_rate": 2e-3, "logging_steps": 1, "bf16": False, "gradient_accumulation_steps": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +71,14 @@ def test_trl(way, kind, installed):
     model = optimize(tiny()) if way == "before" else tiny()
     with Calls() as calls:
         found = logged(kind, model, **how, **({} if way == "before" else {"callbacks": [callback()]}))
-    assert {"attention", "attention_vjp", "rope", "add_rms_norm", "add_rms_norm_vjp"} <= set(calls)
+    assert set(calls) >= TRAINED
     assert ("lora_linear" if way == "adapters" else "swiglu") in calls and "linear_cross_entropy" not in calls
     assert found == pytest.approx(plain, rel=1e-3, abs=1e-4) and min(plain[1::2]) > 1e-2
 
 
-def test_layers_are_mapped_by_the_kernels_package(installed, monkeypatch):
+def test_layers_are_mapped_by_the_kernels_package(monkeypatch):
     """`kernelize` with the folder in the Hub's layout, as the guide does it."""
-    kernels = installed("kernels")
+    kernels = pytest.importorskip("kernels", exc_type=ImportError)
     modeling = importlib.import_module("transformers.models.llama.modeling_llama")
     names = {modeling.LlamaRMSNorm: "RMSNorm", modeling.LlamaMLP: "SwiGLUMLP"}
     for cls, name in names.items():  # as transformers marks its classes where it accepts the release of `kernels`
@@ -159,15 +160,6 @@ def recipe(name: str) -> dict:
 
 
 SHORT = {"max_steps": 3, "learning_rate": 2e-3, "logging_steps": 1, "bf16": False, "gradient_accumulation_steps": 1}
-TRAINED = {
-    "attention",
-    "attention_vjp",
-    "rope",
-    "add_rms_norm",
-    "add_rms_norm_vjp",
-    "lora_linear",
-    "linear_cross_entropy",
-}
 
 
 def test_axolotl(tmp_path, monkeypatch):
@@ -195,7 +187,7 @@ def test_axolotl(tmp_path, monkeypatch):
     plain = logged("plain", plugins=["axolotl_seed.SeedPlugin"], **theirs)[1]
     with Calls() as calls:
         cfg, found = logged("found", plugins=["axolotl_seed.SeedPlugin", ours])
-    assert set(calls) >= TRAINED and not any(cfg[name] for name in theirs)
+    assert set(calls) >= TRAINED | {"lora_linear", "linear_cross_entropy"} and not any(cfg[name] for name in theirs)
     agree(found.state.log_history, plain.state.log_history)
 
 
@@ -223,5 +215,61 @@ def test_llamafactory(tmp_path):
     plain = logged("plain", theirs)
     with Calls() as calls:
         found = logged("found", run_exp)
-    assert set(calls) >= TRAINED
+    assert set(calls) >= TRAINED | {"lora_linear", "linear_cross_entropy"}
     agree(found, plain)
+
+
+class Titan:
+    """torchtitan's debug model of a family under overrides of ours, by their names."""
+
+    def __init__(self, family: str, overrides: list[str]):
+        from torchtitan.config import Configurable, OverrideConfig, apply_overrides
+
+        @dataclass(kw_only=True, slots=True)
+        class Root(Configurable.Config):
+            model: object
+
+        root = Root(model=importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel").model)
+        named = [f"tilesmith.integrations.torchtitan.{name}" for name in overrides]
+        self.told = apply_overrides(OverrideConfig(imports=named), root) if named else []
+        torch.manual_seed(0)
+        self.model = root.model.build()
+        self.model.verify_module_protocol()
+        with torch.no_grad():
+            self.model.init_weights(buffer_device=torch.device("cpu"))
+
+    def step(self):
+        """The loss of one step, and every gradient."""
+        tokens = torch.randint(2000, (2, 128), generator=torch.Generator().manual_seed(1))
+        positions = torch.arange(128).expand(2, -1)
+        masks = self.model.get_attention_masks(positions=positions)
+        logits = self.model(tokens, attention_masks=masks, positions=positions)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in self.model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_torchtitan(family, monkeypatch):
+    """Models of torchtitan, overridden by its own mechanism. PyTorch's stands in for FlexAttention, whose backward
+    does not run on a CPU."""
+    attention = pytest.importorskip("torchtitan.models.common.attention", exc_type=ImportError)
+
+    def causal(q, k, v, **named):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=named["scale"], enable_gqa=True
+        )
+        return out, types.SimpleNamespace(lse=None)
+
+    monkeypatch.setattr(attention.FlexAttention, "_compiled_flex_attn", staticmethod(causal))
+    plain = Titan(family, []).step()
+    ours = Titan(family, ["rms_norm", "feed_forward"])
+    with Calls() as calls:
+        found = ours.step()
+    names = [type(module).__name__ for module in ours.model.modules()]
+    norms, gates = names.count("TilesmithRMSNorm"), names.count("TilesmithFeedForward")
+    assert norms > 10 and gates > 5 and ours.told and not {"RMSNorm", "FeedForward"} & set(names)
+    assert calls["rms_norm_vjp"] == norms and calls["swiglu_vjp"] == gates
+    torch.testing.assert_close(found[0], plain[0])
+    assert list(found[1]) == list(plain[1])
+    torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-6)
