@@ -78,7 +78,7 @@ def test_trl(way, kind, installed):
 
 def test_layers_are_mapped_by_the_kernels_package(monkeypatch):
     """`kernelize` with the folder in the Hub's layout, as the guide does it."""
-    kernels = pytest.importorskip("kernels", exc_type=ImportError)
+    kernels = pytest.importorskip("kernels")
     modeling = importlib.import_module("transformers.models.llama.modeling_llama")
     names = {modeling.LlamaRMSNorm: "RMSNorm", modeling.LlamaMLP: "SwiGLUMLP"}
     for cls, name in names.items():  # as transformers marks its classes where it accepts the release of `kernels`
@@ -164,7 +164,7 @@ SHORT = {"max_steps": 3, "learning_rate": 2e-3, "logging_steps": 1, "bf16": Fals
 
 def test_axolotl(tmp_path, monkeypatch):
     """examples/axolotl.yaml on a tiny model, with the plugin and without it."""
-    pytest.importorskip("axolotl.train", exc_type=ImportError)
+    pytest.importorskip("axolotl")
     from axolotl.cli.args import TrainerCliArgs
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets
@@ -199,7 +199,9 @@ def agree(found: list[dict], plain: list[dict]):
 
 def test_llamafactory(tmp_path):
     """examples/llamafactory.yaml on a tiny model, by our entry point and by LLaMA-Factory's own."""
-    theirs = pytest.importorskip("llamafactory.train.tuner", exc_type=ImportError).run_exp
+    pytest.importorskip("llamafactory")
+    from llamafactory.train.tuner import run_exp as theirs
+
     from tilesmith.integrations.llamafactory import run_exp
 
     model, rows = tiny(tmp_path)
@@ -253,7 +255,8 @@ class Titan:
 def test_torchtitan(family, monkeypatch):
     """Models of torchtitan, overridden by its own mechanism. PyTorch's stands in for FlexAttention, whose backward
     does not run on a CPU."""
-    attention = pytest.importorskip("torchtitan.models.common.attention", exc_type=ImportError)
+    pytest.importorskip("torchtitan")
+    attention = importlib.import_module("torchtitan.models.common.attention")
 
     def causal(q, k, v, **named):
         out = torch.nn.functional.scaled_dot_product_attention(
