@@ -1,7 +1,7 @@
 """The entry points under the trainers and packages themselves: training with them is training without them.
 
-`make test` installs TRL and bitsandbytes. The others ask for releases of their own of what the tests need, or change what
-transformers does (`kernels`); `make integrations` gives each an environment of its own and runs its test there.
+`make test` installs TRL and bitsandbytes. The others ask for releases of their own of what the tests need, or change
+what transformers does (`kernels`); `make integrations` gives each an environment of its own and runs its test there.
 """
 
 import importlib
@@ -108,6 +108,14 @@ def test_layers_are_mapped_by_the_kernels_package(monkeypatch):
     assert calls == {"rms_norm": 5, "swiglu": 2, "rms_norm_vjp": 5, "swiglu_vjp": 2}
     torch.testing.assert_close(found[0], plain[0])
     torch.testing.assert_close(found[2], plain[2], rtol=1e-4, atol=1e-6)
+
+
+def test_the_example_of_four_bits(installed, monkeypatch, capsys):
+    """It compares itself with the plain model."""
+    installed("bitsandbytes")
+    monkeypatch.setattr("sys.argv", ["lora", "--four-bit"])
+    runpy.run_path(str(EXAMPLES / "lora.py"), run_name="__main__")
+    assert "its weights are kept in nf4" in " ".join(capsys.readouterr().out.split())
 
 
 def four_bit(folder, **how):
