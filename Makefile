@@ -1,4 +1,5 @@
-# make demo | test | test-bare | test-gpu | families | sanitize | lint | bench | matrix. On a fresh machine each needs only make and Python >= 3.10.
+# make demo | test | test-bare | test-gpu | families | integrations | sanitize | lint | bench | matrix. On a fresh machine each
+# needs only make and Python >= 3.10.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -13,7 +14,7 @@ gpu_tools := $(foreach tool,nvidia-smi rocminfo xpu-smi,$(shell command -v $(too
 # Without a GPU the CPU build is taken (a tenth of the size); an index that does not answer is only a warning.
 cpu_index := $(if $(gpu_tools),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test test-bare test-gpu families sanitize lint bench matrix clean
+.PHONY: demo test test-bare test-gpu families integrations sanitize lint bench matrix clean
 
 demo: $(venv)/installed-demo
 	@$(bin)/tilesmith demo $(ARGS)
@@ -43,6 +44,20 @@ test-gpu:
 # tasks and families
 families: $(venv)/installed-dev
 	@OMP_NUM_THREADS=1 $(bin)/python tests/all_families.py $(ARGS)
+
+# What asks for releases of its own of torch or transformers: training by it with and without ours, in an environment for
+# each under build/; ARGS=torchtitan for one of them
+needs_axolotl := '$(TORCH)' axolotl
+needs_kernels := '$(TORCH)' 'transformers[kernels]>=5.17'
+needs_llamafactory := llamafactory
+needs_torchtitan := '$(TORCH)' 'torchtitan>=0.3' transformers triton==3.6.0  # it imports Triton
+integrations: $(addprefix integration-,$(or $(ARGS),axolotl kernels llamafactory torchtitan))
+integration-%:
+	@$(PYTHON) -m venv build/integrations/$*
+	@build/integrations/$*/bin/python -m pip --disable-pip-version-check install --quiet $(cpu_index) $(needs_$*) \
+	  --editable . pytest pytest-timeout
+	@OMP_NUM_THREADS=1 build/integrations/$*/bin/python -m pytest -q -W ignore tests/test_trainers.py tests/test_integrations.py \
+	  -k "$*"
 
 # memory accesses and barriers of Hopper's kernels, in processes beside one another
 sanitize:

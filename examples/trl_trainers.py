@@ -1,9 +1,9 @@
-"""TRL's SFTTrainer and DPOTrainer with their own fused head, on an optimised model.
+"""TRL's SFTTrainer, DPOTrainer and GRPOTrainer on an optimised model.
 
     python examples/trl_trainers.py    # needs trl
 
-TRL's trainers replace `model.forward` while they are made, so `optimize` comes before them. Their head computes the
-loss from hidden states; the rest of the model runs the library's ops.
+TRL's trainers replace `model.forward` while they are made, so `optimize` comes before them. They compute the loss; the
+rest of the model runs the library's ops.
 """
 
 import tempfile
@@ -34,27 +34,40 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def logged(kind: str, model) -> list[float]:
-    """Losses and norms of gradients of three steps."""
+def vowels(completions: list[str], **columns) -> list[float]:
+    """A reward: the share of vowels."""
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+
+
+def parts(kind: str) -> tuple[type, type, dict]:
+    """A trainer, its configuration, and what else it takes."""
     if kind == "sft":
-        trainer, config, more = trl.SFTTrainer, trl.SFTConfig, {}
-        data = Dataset.from_dict({"text": ["a b c d e f", "f e d c b a", "a a b b", "z y x w v"] * 2})
-    else:
-        trainer, config, more = trl.DPOTrainer, trl.DPOConfig, {"ref_model": tiny_model()}
-        columns = {"prompt": ["a b c", "d e f"], "chosen": [" d e", " g h"], "rejected": [" z z", " y y"]}
-        data = Dataset.from_dict({name: texts * 4 for name, texts in columns.items()})
+        texts = ["a b c d e f", "f e d c b a", "a a b b", "z y x w v"] * 2
+        return trl.SFTTrainer, trl.SFTConfig, {"train_dataset": Dataset.from_dict({"text": texts})}
+    if kind == "grpo":
+        prompts = Dataset.from_dict({"prompt": ["a b c", "d e f"] * 4})
+        return trl.GRPOTrainer, trl.GRPOConfig, {"train_dataset": prompts, "reward_funcs": vowels}
+    columns = {"prompt": ["a b c", "d e f"], "chosen": [" d e", " g h"], "rejected": [" z z", " y y"]}
+    pairs = Dataset.from_dict({name: texts * 4 for name, texts in columns.items()})
+    return trl.DPOTrainer, trl.DPOConfig, {"train_dataset": pairs, "ref_model": tiny_model()}
+
+
+def logged(kind: str, model, **how) -> list[float]:
+    """Losses and norms of gradients of three steps. how: more arguments of the trainer."""
+    trainer, config, more = parts(kind)
+    sizes = {"max_completion_length": 6, "num_generations": 2} if kind == "grpo" else {}
     with tempfile.TemporaryDirectory() as folder:
         arguments = config(
             output_dir=folder, max_steps=3, per_device_train_batch_size=2, report_to=[], logging_steps=1, bf16=False,
-            use_cpu=not torch.cuda.is_available(), save_strategy="no", learning_rate=1e-2, disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(), save_strategy="no", learning_rate=1e-2, disable_tqdm=True, **sizes,
         )  # fmt: skip
-        made = trainer(model=model, args=arguments, train_dataset=data, processing_class=letters(), **more)
+        made = trainer(model=model, args=arguments, processing_class=letters(), **more, **how)
         made.train()
     return [entry[name] for entry in made.state.log_history if "loss" in entry for name in ("loss", "grad_norm")]
 
 
 def main():
-    for kind in ("sft", "dpo"):
+    for kind in ("sft", "dpo", "grpo"):
         plain, model = logged(kind, tiny_model()), tilesmith.optimize(tiny_model())
         found = logged(kind, model)
         print(kind, "losses", *(f"{loss:.4f}" for loss in found[::2]))

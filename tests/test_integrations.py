@@ -241,6 +241,9 @@ def test_axolotl_plugin(monkeypatch):
     assert named == f"{ours.__name__}.{type(plugin).__name__}"
     said = {key for key in recipe if key.startswith("tilesmith_")}
     assert said and said <= set(ours.TilesmithArgs.__annotations__)
+    written = {**recipe, "lora_o_kernel": True}
+    plugin.register(written)  # before Axolotl turns on its kernels, which replace the forwards that are ours
+    assert [written[f"lora_{part}_kernel"] for part in ("mlp", "qkv", "o")] == [False, False, True]
     model = build("llama", layers=2)
     plugin.post_model_load(recipe, model)
     assert model.tilesmith_report.replaced and [names[0] for names in kinds(model)] == ["GraphedForm"] * 2

@@ -1,8 +1,14 @@
 """Which functions the rotary rule takes for rotations, and which that look alike it leaves alone."""
 
+import importlib
+import inspect
+
 import pytest
 import torch
+from torch import nn
 
+from optimize_models import Calls, batch, build, ops_everywhere, train  # noqa: F401
+from tilesmith.models import optimize, undo
 from tilesmith.models.layers.rotary import Rotation, recognise
 
 
@@ -82,3 +88,38 @@ def test_a_rotation_is_recognised_as_the_one_that_it_is(function):
 @pytest.mark.parametrize("function", [swapped, heads_first, reflection, queries_alone, scaled])
 def test_what_only_looks_like_a_rotation_is_not_one(function):
     assert recognise(function) == []
+
+
+def as_a_module(function):
+    """What the `kernels` package makes of a function that transformers hands it, so that `kernelize` can replace it."""
+
+    class Func(nn.Module):
+        kernel_layer_name = "rotary_pos_emb"
+
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(function)
+    Func.forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+    return Func()
+
+
+@pytest.mark.parametrize("kernelized", [False, True])
+def test_a_function_that_kernels_made_a_module_of(kernelized, monkeypatch):
+    """It is replaced as the function is, but not where a kernel of the Hub computes it."""
+    pytest.importorskip("transformers")
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    module = as_a_module(halves)
+    if kernelized:
+        module.forward = halves
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", module)
+    model, inputs = build("llama"), batch("llama")
+    plain = train(model, inputs)
+    optimize(model)
+    with Calls() as calls:
+        found = train(model, inputs)
+    assert calls.get("rope", 0) == (0 if kernelized else 2)
+    torch.testing.assert_close(found[0], plain[0])
+    torch.testing.assert_close(found[2], plain[2], rtol=1e-4, atol=1e-6)
+    assert modeling.apply_rotary_pos_emb is module and torch.equal(train(undo(model), inputs)[0], plain[0])

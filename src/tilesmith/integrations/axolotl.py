@@ -26,8 +26,21 @@ class TilesmithArgs(BaseModel):
     tilesmith_graphs: bool | None = None
 
 
+# Axolotl turns these on by itself for adapters, unless told otherwise, and they replace the forwards that are ours.
+_THEIR_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+
+
 class TilesmithPlugin(BasePlugin):
     """Optimises the model when it is loaded, its adapters included."""
+
+    def register(self, cfg: Any) -> None:
+        """Called by Axolotl with the configuration as it was written, before it fills in what is not said.
+
+        Turns off Axolotl's own LoRA kernels where the configuration does not ask for them.
+        """
+        for name in _THEIR_KERNELS:
+            if cfg.get(name) is None:
+                cfg[name] = False
 
     def get_input_args(self) -> str:
         """Where Axolotl finds the keys that this plugin reads."""

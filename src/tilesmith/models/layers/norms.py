@@ -142,11 +142,14 @@ def epsilon(module: nn.Module, x: Tensor, norm: Norm) -> float:
 
 def may_be_norm(module: nn.Module) -> tuple[bool, dict[str, nn.Parameter]] | None:
     """Of a module without buffers and children that has a weight or is called a norm: whether it is called so, and its
-    parameters. A child that casts to 8 bits is none."""
+    parameters. A child that casts to 8 bits is none. Packed weights are no norm's: their layer is not tried, since what
+    it shares with its small twin says how to unpack its own."""
     named = "norm" in original_class(type(module)).__name__.lower()
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     held = any(name != CASTER for name, _ in module.named_children())
     if held or module._buffers or not (named or "weight" in parameters):
+        return None
+    if any(not p.dtype.is_floating_point for p in parameters.values()):
         return None
     return named, parameters
 

@@ -106,6 +106,7 @@ def _copied(module: nn.Module) -> nn.Module:
     """A copy of `module` as it was before any rewrite, without hooks, its tensors on the device meta."""
     memo: dict[int, Any] = {}
     for child in module.modules():
+        memo.update(_unpacked(child))
         for name, value in vars(child).items():
             if isinstance(value, dict) and "_hooks" in name:
                 memo[id(value)] = OrderedDict()
@@ -120,6 +121,17 @@ def _copied(module: nn.Module) -> nn.Module:
     if {id(child) for child in made.modules()} & {id(child) for child in module.modules()}:
         raise Unlike("a module in it cannot be copied")
     return rewrite.undo(made)
+
+
+def _unpacked(child: nn.Module) -> dict[int, nn.Module]:
+    """For a linear layer that keeps its weight packed: a plain one by its id, since the copy lacks what unpacks it."""
+    weight = child._parameters.get("weight")
+    if not isinstance(child, nn.Linear) or weight is None or weight.dtype.is_floating_point:
+        return {}
+    dtype = getattr(child, "compute_dtype", None)  # of bitsandbytes
+    return {
+        id(child): nn.Linear(child.in_features, child.out_features, child.bias is not None, device="meta", dtype=dtype)
+    }
 
 
 def _tensors(child: nn.Module) -> Iterator[Tensor]:

@@ -83,7 +83,7 @@ class RotaryForm(Form):
         known = inspect.unwrap(base.forward).__globals__
         names: dict[str, Any] = {}
         for name, how in self.functions:
-            names[_ROTATE + name] = _where_reached(known[name], how)
+            names[_ROTATE + name] = _where_reached(_function(known[name]) or known[name], how)
             names[name] = functools.partial(names[_ROTATE + name], None)
         by_name = dict(self.functions)
         specs = _taken(inspect.unwrap(base.forward), self.functions, self.norms)
@@ -132,7 +132,7 @@ class _WithSelf(ast.NodeTransformer):
         return node
 
 
-def rotation(function: types.FunctionType, how: Rotation) -> Callable[..., Any]:
+def rotation(function: Callable[..., Any], how: Rotation) -> Callable[..., Any]:
     """A function with the parameters of `function` that rotates through the op, and calls it for other ranks."""
     single = _LAYOUTS[how.layout]
     others = list(inspect.signature(function).parameters)[4:]
@@ -166,7 +166,7 @@ def rotation(function: types.FunctionType, how: Rotation) -> Callable[..., Any]:
     return {"q, k, cos, sin": rotate, "x, sin, cos": rotate_one, "q, k, cis": rotate_complex}[how.takes]
 
 
-def _where_reached(function: types.FunctionType, how: Rotation) -> Callable[..., Any]:
+def _where_reached(function: Callable[..., Any], how: Rotation) -> Callable[..., Any]:
     ours = rotation(function, how)
 
     def rotate(module: nn.Module | None, q: Tensor, *more: Any, **named: Any) -> Any:
@@ -219,7 +219,7 @@ class RotaryRule(Rule):
 
 
 def _decide(
-    cls: type, found: dict[str, types.FunctionType], root: nn.Module, norms: tuple[tuple[str, Norm], ...]
+    cls: type, found: dict[str, Callable[..., Any]], root: nn.Module, norms: tuple[tuple[str, Norm], ...]
 ) -> Replace | Skip | None:
     """What to do with the modules of one class in a model, whose forward calls these functions."""
     if not found:
@@ -267,7 +267,7 @@ def _layouts(root: nn.Module) -> set[str]:
     return found
 
 
-def takes(function: types.FunctionType) -> str:
+def takes(function: Callable[..., Any]) -> str:
     """What a rotation takes, by the number and the names of its parameters; see `Rotation`."""
     names = list(inspect.signature(function).parameters)
     if names[1:] == ["sin", "cos"]:
@@ -275,7 +275,7 @@ def takes(function: types.FunctionType) -> str:
     return "q, k, cis" if len(names) == 3 else "q, k, cos, sin"
 
 
-def recognise(function: types.FunctionType) -> list[Rotation]:
+def recognise(function: Callable[..., Any]) -> list[Rotation]:
     """The rotations for which the op gives what `function` gives on small inputs."""
     fits, kind = [], takes(function)
     if kind == "q, k, cos, sin":
@@ -330,12 +330,19 @@ def _kinds(module: nn.Module) -> Iterator[tuple[str, ...]]:
             yield (name.removesuffix("_inv_freq"),)
 
 
-def _rotations(forward: Any) -> dict[str, types.FunctionType]:
+def _rotations(forward: Any) -> dict[str, Callable[..., Any]]:
     """Global functions that `forward` names and whose parameters start like those of a rotation."""
     if not isinstance(forward, types.FunctionType):
         return {}
-    known = {name: forward.__globals__.get(name) for name in forward.__code__.co_names if "rotary" in name}
-    return {name: f for name, f in known.items() if isinstance(f, types.FunctionType)}
+    known = {name: _function(forward.__globals__.get(name)) for name in forward.__code__.co_names if "rotary" in name}
+    return {name: f for name, f in known.items() if f is not None}
+
+
+def _function(value: Any) -> Callable[..., Any] | None:
+    """A function, or one of which the `kernels` package made a module, as long as nothing of the Hub computes it."""
+    if isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name"):
+        return value.forward if getattr(value.forward, "__func__", None) is type(value).forward else None
+    return value if isinstance(value, types.FunctionType) else None
 
 
 def _passed_by(module: nn.Module, forward: types.FunctionType) -> set[str]:
@@ -367,7 +374,7 @@ def _setting(module: nn.Module, test: ast.expr) -> bool | None:
     return value if isinstance(value, bool) and path != ["training"] else None
 
 
-def _agrees(function: types.FunctionType, how: Rotation, dtype: torch.dtype, pairs: int) -> bool:
+def _agrees(function: Callable[..., Any], how: Rotation, dtype: torch.dtype, pairs: int) -> bool:
     """Whether the op does what `function` does when the angles are for `pairs` of the 8 pairs of a head."""
     q, k = probe.wave(2, 4, 5, 16).to(dtype), probe.wave(2, 2, 5, 16, phase=1.0).to(dtype)
     angles = probe.wave(2, 5, pairs, phase=2.0)
