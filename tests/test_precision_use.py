@@ -152,6 +152,25 @@ def test_layers_that_are_parametrized_after_conversion(norm):
     assert type(model[0]) is type(model[2]) is nn.Linear
 
 
+def test_models_that_are_converted_within_inference_mode_are_trained():
+    """What is made in it lets nobody write into it outside."""
+    model = _stack()
+    engine = FP8TrainingEngine(model, FP8Config(**SMALL))
+    with torch.inference_mode():
+        engine.setup_fp8_training()
+        model.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for _ in range(2):
+        engine.training_step(_x().bfloat16(), _x().bfloat16())
+        assert engine.optimizer_step(optimizer)
+    assert model[0].input_scaling.warm
+
+
+def test_layers_are_called_by_the_name_that_linear_layers_have_for_their_input():
+    model = _converted()
+    assert torch.equal(model[0](input=_x()), model[0](_x()))
+
+
 @pytest.mark.parametrize("layer", ["gate_proj", "up_proj", "down_proj"])
 def test_hooks_on_the_layers_of_a_gated_mlp_are_called(layer):
     """Weight norm of the old kind, pruning and sharding of one layer compute its weight in such a hook."""

@@ -32,6 +32,7 @@ HEADS = frozenset({"lm_head", "output", "embed_out", "score", "classifier", "hea
 ROUTERS = frozenset({"router", "gate", "gating", "w_router"})
 
 
+@torch.inference_mode(False)  # scales that are made in it could not be raised outside
 def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, inplace: bool = True) -> nn.Module:
     """Make linear layers of `model` `FP8LinearLayer`s, whose products are of 8-bit numbers; stacked experts too.
 

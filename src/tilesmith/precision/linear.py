@@ -113,7 +113,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         alone = not self.fused or (self.config.cache_weights_in_eval and not self.training)
         return alone and not parametrized(self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input  # by the name that `nn.Linear` has for it
         weight = self.weight  # once: it may be parametrized
         if not self.serves(x, weight):
             return F.linear(x, weight, self.bias)

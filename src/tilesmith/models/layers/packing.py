@@ -149,6 +149,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return _spanning(parts)
 
 
+@torch.inference_mode(False)  # what is made in it could not be trained
 def pack(parts: Sequence[Tensor]) -> None:
     """Move the values of parameters into one new storage, in this order; the parameters stay the same objects."""
     if parts and not adjacent(parts):
@@ -157,6 +158,7 @@ def pack(parts: Sequence[Tensor]) -> None:
             part.data = piece
 
 
+@torch.inference_mode(False)
 def unpack(parts: Sequence[Tensor]) -> None:
     """Give each parameter a storage of its own again, with its values."""
     if len(parts) > 1 and adjacent(parts):

@@ -18,8 +18,8 @@ WORDS_PER_BIT = TILE * GROUP // 32
 class PackedLinear(nn.Module):
     """y = x W^T + bias with a packed W; see `ops.dequant_linear` for the tensors, which are buffers of these names.
 
-    x: [..., in_features], float32, bfloat16 or float16; y has its dtype. The weight is frozen, x and bias get
-    gradients.
+    x, the argument `input`: [..., in_features], float32, bfloat16 or float16; y has its dtype. The weight is frozen, x
+    and bias get gradients.
     """
 
     def __init__(self, packed: dict[str, Tensor], out_features: int, bias: nn.Parameter | None):
@@ -30,8 +30,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = out_features, packed["order"].shape[1] * GROUP
         self.register_parameter("bias", bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = ops.dequant_linear(x, *(getattr(self, name) for name in PARTS), self.out_features)
+    def forward(self, input: Tensor) -> Tensor:  # by the name that `nn.Linear` has for it
+        y = ops.dequant_linear(input, *(getattr(self, name) for name in PARTS), self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def dequantized(self, dtype: str = "float32") -> Tensor:
