@@ -17,6 +17,7 @@ from tilesmith.precision import (
     FP8LinearLayer,
     FP8TrainingEngine,
     convert_model_to_fp8,
+    create_fp8_trainer,
     linear,
     revert_model_from_fp8,
 )
@@ -183,6 +184,29 @@ def test_hooks_on_the_layers_of_a_gated_mlp_are_called(layer):
     handle.remove()
     model(_x())
     assert len(seen) == 1 and model._modules["_fp8"].serves(_x(), *model._modules["_fp8"].layers)
+
+
+def test_parameters_are_swapped_where_pytorch_is_told_to():
+    """It swaps none that somebody refers to weakly."""
+    torch.manual_seed(0)
+    model = convert_model_to_fp8(nn.Sequential(tnn.GatedMLP(64, 96), nn.Linear(64, 64)).to(DEVICE), FP8Config(**SMALL))
+    weights = list(model.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.bfloat16)
+        model.load_state_dict({name: 2 * t for name, t in model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(p is q and p.dtype is torch.bfloat16 for p, q in zip(model.parameters(), weights))
+    plain = revert_model_from_fp8(copy.deepcopy(model))
+    x = _x().bfloat16()
+    assert (model(x) - plain(x)).norm() < 0.1 * plain(x).norm()  # the casts are those of the weights
+
+
+@pytest.mark.parametrize("device", ["gpu9", 3.5])
+def test_a_trainers_device_that_there_is_not(device):
+    with pytest.raises(ValueError, match="create_fp8_trainer: device must be a torch.device or its name"):
+        create_fp8_trainer(_stack(), device=device)
 
 
 # steps of the engine --------------------------------------------------------------------------------------------------

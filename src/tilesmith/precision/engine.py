@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tilesmith.engine.argument_checks import located
 from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
@@ -28,13 +29,13 @@ def create_fp8_trainer(
     limits than FP8Config's, by which layers of less than 1,024 inputs or outputs are not converted.
 
     forward_format: of activations and weights. backward_format: of gradients. device: where to move the model first;
-    None: it stays. Raises as `FP8Config`, `FP8TrainingEngine` and `Module.to` do.
+    None: it stays. Raises ValueError for a device that there is not, else as `FP8Config` and `FP8TrainingEngine` do.
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_fp8_trainer: model must be a torch.nn.Module, got {type(model).__name__}")
     if device is not None:
-        model.to(device)
+        model.to(located("create_fp8_trainer", "device", device))
     return FP8TrainingEngine(model, config)
 
 

@@ -15,7 +15,7 @@ class CastsWeights(nn.Module):
     """A module that keeps casts of weights, which `refresh` makes anew.
 
     config: says whether they are kept. cached: the casts. kept: the stamps of the weights that were cast. whole: weak
-    references to the weights that `refresh` found here as a whole.
+    references to the weights that `refresh` found here as a whole, where casts are kept in eval mode.
     """
 
     config: FP8Config
@@ -42,7 +42,8 @@ class CastsWeights(nn.Module):
             return
         weights = self.weights()
         if all(keeps(w) and not w.is_inference() for w in weights):
-            self.whole = tuple(map(weakref.ref, weights))
+            if self.config.cache_weights_in_eval:  # only then: PyTorch swaps no parameter that is referred to
+                self.whole = tuple(map(weakref.ref, weights))
             self._keep(weights)
 
     def weight_cast(self, *given: Tensor) -> tuple:
