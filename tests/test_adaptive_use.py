@@ -139,6 +139,39 @@ def test_tensors_that_lie_in_one_storage_count_each():
     assert bytes_of(model) == expected
 
 
+def test_state_dicts_that_make_no_packed_weight_are_not_loaded():
+    """Kernels address memory by the tables: those of another packing, without its codes, must not get in."""
+    first = create_ultra_precision_module(_uneven(), MOST, calibration=_inputs())
+    other = create_ultra_precision_module(
+        _uneven(), PrecisionConfig(target_memory_reduction=0.72), calibration=_inputs()
+    )
+    state = first.state_dict()
+    before = {name: t.clone() for name, t in state.items()}
+    assert not torch.equal(state["model.0.strips"], other.state_dict()["model.0.strips"])
+    for name in ("model.0.strips", "model.0.order"):
+        mixed = {name: other.state_dict()[name] if name.endswith("strips") else torch.zeros_like(state[name])}
+        with pytest.raises(RuntimeError, match="model.0: packed weight: "):
+            first.load_state_dict(mixed, strict=False)
+        assert all(torch.equal(t, before[n]) for n, t in first.state_dict().items())
+    first.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("device", "match"),
+    [("meta", "device is meta, where weights have no values"), (3.5, "device must be a torch.device")],
+)
+def test_devices_that_do_not_compute(device, match, tmp_path):
+    model, path = _uneven(), tmp_path / "packed.safetensors"
+    create_ultra_precision_module(model, MOST).save_packed(path)
+    for call in (
+        lambda: create_ultra_precision_module(model, MOST, device),
+        lambda: analyze_precision_opportunities(model, _inputs(), device),
+        lambda: load_ultra_precision_module(model, path, device),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
 class _Counts(nn.Module):
     """Writes into a buffer and draws random numbers whatever its mode is; one buffer is replaced."""
 

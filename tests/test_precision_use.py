@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import gc
 import pickle
 
 import pytest
@@ -248,6 +249,21 @@ def test_gradients_of_the_callers_own_backward_are_not_divided():
     expected = weight.detach() - weight.grad
     assert engine.optimizer_step(optimizer)
     assert torch.equal(weight.detach(), expected)
+
+
+def test_an_optimizer_that_is_given_up_between_unscale_and_step_does_not_block_the_engine():
+    """As after an exception in what clips."""
+    engine = _engine(loss_scale=64.0)
+    engine.training_step(_x(), _x())
+    optimizer = torch.optim.SGD(engine.model.parameters(), 1e-2)
+    engine.unscale(optimizer)
+    with pytest.raises(RuntimeError, match="the gradients were divided by unscale"):
+        engine.training_step(_x(), _x())
+    del optimizer
+    gc.collect()
+    engine.model.zero_grad()
+    engine.training_step(_x(), _x())
+    assert engine.optimizer_step(torch.optim.SGD(engine.model.parameters(), 1e-2))
 
 
 @pytest.mark.parametrize("spoilt", [True, False])

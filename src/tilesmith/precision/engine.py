@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,7 +70,8 @@ class FP8TrainingEngine:
         self.loss_scale = float(self.config.loss_scale)
         self._scaled_by = 1.0  # what the newest gradients were multiplied by: 1.0 until training_step makes some
         self._ready = False
-        self._found: dict[int, bool] = {}  # of optimizers whose gradients `unscale` divided, by id
+        # optimizers whose gradients `unscale` divided, by id, and whether one was not finite
+        self._found: dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]] = {}
         self._steps = self._skipped = self._good = 0
 
     def __enter__(self) -> FP8TrainingEngine:
@@ -120,18 +122,18 @@ class FP8TrainingEngine:
         Raises RuntimeError before `setup_fp8_training` and where it was called since the last `optimizer_step`.
         """
         self._check_optimizer("unscale", optimizer)
-        if id(optimizer) in self._found:
+        if id(optimizer) in self._divided():
             raise RuntimeError("unscale: the gradients of this optimizer were divided before; call optimizer_step")
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        self._found[id(optimizer)] = self._unscale(grads)
+        self._found[id(optimizer)] = weakref.ref(optimizer), self._unscale(grads)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step `optimizer` unless a gradient of it is not finite on any rank, then clear the gradients. Returns whether
         it stepped."""
         self._check_optimizer("optimizer_step", optimizer)
-        if id(optimizer) not in self._found:
+        if id(optimizer) not in self._divided():
             self.unscale(optimizer)
-        found = self._found.pop(id(optimizer))
+        _, found = self._found.pop(id(optimizer))
         if found:
             self._skipped, self._good = self._skipped + 1, 0
             self.loss_scale = max(self.loss_scale * 0.5, float(self.config.loss_scale) * LEAST)
@@ -201,8 +203,13 @@ class FP8TrainingEngine:
 
     def _check_between_steps(self, method: str) -> None:
         self._check_ready()
-        if self._found:
+        if self._divided():
             raise RuntimeError(f"{method}: the gradients were divided by unscale; call optimizer_step first")
+
+    def _divided(self) -> dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]]:
+        """Those of `_found` that are still there: an exception may have kept an optimizer from its step for good."""
+        self._found = {key: one for key, one in self._found.items() if one[0]() is not None}
+        return self._found
 
     def _check_ready(self) -> None:
         if not self._ready:

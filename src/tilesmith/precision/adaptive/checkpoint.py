@@ -19,9 +19,10 @@ from tilesmith.precision.adaptive.config import (
     QuantizationMode,
 )
 from tilesmith.precision.adaptive.layer import PARTS, PackedLinear
-from tilesmith.precision.adaptive.layers import check_model, eligible, place, structure_of
+from tilesmith.precision.adaptive.layers import check_model, device_of, eligible, place, structure_of
 from tilesmith.precision.adaptive.module import Made, UltraPrecisionModule
 
+OP = "load_ultra_precision_module"
 FORMAT = "tilesmith packed 1"
 KINDS = {
     "base_precision": PrecisionFormat,
@@ -63,7 +64,8 @@ def load_ultra_precision_module(
         ImportError: safetensors is not installed. ValueError: the file is none of a packed model, or is of another
         architecture; what it lacks or has too much is named.
     """
-    check_model("load_ultra_precision_module", model)
+    check_model(OP, model)
+    device = device_of(OP, device)
     safe_open = _safetensors("safe_open")
     said, tensors = _read(safe_open, os.fspath(path))
     linear, left = eligible(model)
@@ -73,9 +75,9 @@ def load_ultra_precision_module(
             f"{path}: the model has no linear layer {absent[0]!r} that could be packed "
             f"({left.get(absent[0], 'nothing linear has this name')}); {len(absent)} lack"
         )
-    place_on = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
+    place_on = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     tensors = {name: tensor.to(place_on) for name, tensor in tensors.items()}
-    work = structure_of(model, torch.device(place_on))
+    work = structure_of(model, place_on)
     work = place(work, {name: _layer(path, name, linear[name], rows, tensors) for name, rows in said["layers"].items()})
     wanted = set(work.state_dict())
     if wanted != set(tensors):

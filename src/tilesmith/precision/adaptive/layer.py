@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -57,6 +59,18 @@ class PackedLinear(nn.Module):
             if now.dtype != was.dtype:
                 setattr(self, name, was.to(now.device))
         return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """What makes no packed weight together with what is here is not loaded, and said."""
+        own = {name: getattr(self, name) for name in PARTS}
+        given = {name: state_dict.get(prefix + name, x) for name, x in own.items()}
+        if all(given[name].shape == x.shape and given[name].device.type != "meta" for name, x in own.items()):
+            try:
+                check_packed(given, self.out_features)
+            except ValueError as problem:
+                args[-1].append(f"{prefix.rstrip('.')}: {problem}")  # error_msgs
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         bits = 8 * self.packed_bytes() / (self.in_features * self.out_features)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tilesmith.engine.argument_checks import located
 from tilesmith.engine.random_state import random_numbers_kept
 from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
@@ -26,6 +28,16 @@ def check_model(op: str, model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type == "meta":
             raise ValueError(f"{op}: {name} is on meta; load the weights first")
+
+
+def device_of(op: str, device: Any) -> torch.device | None:
+    """A device that a packed model can be on, or None; ValueError for one that there is not, and for meta."""
+    if device is None:
+        return None
+    found = located(op, "device", device)
+    if found.type == "meta":
+        raise ValueError(f"{op}: device is meta, where weights have no values; pass a device that computes")
+    return found
 
 
 def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:

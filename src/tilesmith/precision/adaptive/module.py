@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.engine.argument_checks import located
 from tilesmith.precision.adaptive.calibration import Calibration, Loss, calibration_of, check_fit
 from tilesmith.precision.adaptive.choice import (
     Widths,
@@ -28,6 +27,7 @@ from tilesmith.precision.adaptive.layers import (
     base_bytes,
     bytes_of,
     check_model,
+    device_of,
     eligible,
     place,
     structure_of,
@@ -141,7 +141,7 @@ def create_ultra_precision_module(
     if config is not None and not isinstance(config, PrecisionConfig):
         raise TypeError(f"{OP}: config must be a PrecisionConfig, got {type(config).__name__}")
     config = config or PrecisionConfig()
-    device = None if device is None else located(OP, "device", device)
+    device = device_of(OP, device)
     if any(isinstance(m, PackedLinear) for m in model.modules()):
         raise ValueError(f"{OP}: the model is packed already")
     if calibration is None and config.quantization_mode is QuantizationMode.STATIC:
