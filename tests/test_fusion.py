@@ -26,7 +26,8 @@ from tilesmith.attention.fusion import (
 )
 from tilesmith.engine import use
 from tilesmith.models.layers.norm_rotary import deferred
-from tilesmith.models.layers.packing import PackedForm, PackRule, adjacent
+from tilesmith.models.layers.packed_products import adjacent
+from tilesmith.models.layers.packing import PackedForm, PackRule
 from tilesmith.models.layers.transformer_layers import LayerRule
 from tilesmith.models.sizing.memory_estimate import LiveBytes
 from tilesmith.rewrite import forms, parse, rewrite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks as _GLOBAL_HOOKS
 from torch.nn.modules.module import _global_forward_pre_hooks as _GLOBAL_PRE_HOOKS
@@ -123,3 +124,37 @@ def test_bounds_are_honoured():
 def test_bad_input_is_named(args, kwargs, error, words):
     with pytest.raises(error, match=words):
         MemoryMonitor(*args, **kwargs)
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group of two ranks, of which this is the first and the other does nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield dist.init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_a_sharded_model_is_counted_as_far_as_it_is_here(two_ranks):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    whole = sum(p.nbytes for p in model.parameters())
+    fully_shard(model, mesh=two_ranks)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    monitor = MemoryMonitor(model, optimizer)
+    with monitor.step():
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    report = monitor.report
+    assert report.total("parameters") == report.total("gradients") == report.total("optimizer_state") == whole // 2
+
+
+def test_a_buffer_of_two_modules_counts_once():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+    model[1].running_mean = model[0].running_mean
+    monitor = MemoryMonitor(model)
+    with monitor.step():
+        model(torch.randn(4, 8)).sum().backward()
+    assert monitor.report.total("parameters") == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

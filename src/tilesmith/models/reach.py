@@ -14,7 +14,7 @@ from tilesmith.engine import ops as declared
 from tilesmith.engine import torch_private
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
-from tilesmith.rewrite import CALLS, Report, original_class
+from tilesmith.rewrite import CALLS, Report, observed, original_class
 
 
 def reaches(op: str, x: Tensor) -> bool:
@@ -26,12 +26,6 @@ def reaches(op: str, x: Tensor) -> bool:
 def reaches_device(op: str, kind: str) -> bool:
     """The same for the devices of a type."""
     return bool(pinned(op)) or _has_kernel(op, kind)
-
-
-def observed(module: nn.Module) -> bool:
-    """Whether somebody sees or changes what `module` takes and returns; an op in its place would not tell them."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in module.__dict__
 
 
 class PassedOver(NamedTuple):

@@ -6,6 +6,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -31,6 +32,7 @@ HEADS = frozenset({"lm_head", "output", "embed_out", "score", "classifier", "hea
 ROUTERS = frozenset({"router", "gate", "gating", "w_router"})
 
 
+@torch.inference_mode(False)  # scales that are made in it could not be raised outside
 def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, inplace: bool = True) -> nn.Module:
     """Make linear layers of `model` `FP8LinearLayer`s, whose products are of 8-bit numbers; stacked experts too.
 
@@ -67,6 +69,7 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
         model = copy.deepcopy(model)
     chosen, rows = _choose(model, config)
     stacks, more = _choose_experts(model, config)
+    config = replace(config, module_filter_fn=None)  # layers keep it, and a function may not be one to be pickled
     rows += more
     if not chosen and not stacks:
         reasons = "; ".join(f"{row.fqn}: {row.reason}" for row in rows[:5]) or "it has none"
@@ -96,9 +99,19 @@ def converted(model: nn.Module) -> bool:
 
 def revert_model_from_fp8(model: nn.Module) -> nn.Module:
     """Make `FP8LinearLayer`s `nn.Linear`s again, with their parameters, and have experts computed as before. Returns
-    `model`."""
+    `model`.
+
+    Raises TypeError where `model` is no module; ValueError where a layer was parametrized since (weight norm, spectral
+    norm), which is a class on top. The model is then as it was.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"revert_model_from_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
+    for fqn, module in model.named_modules():
+        if isinstance(module, FP8LinearLayer) and hasattr(module, "parametrizations"):
+            raise ValueError(
+                f"revert_model_from_fp8: {fqn or 'the model'} was parametrized after it was converted; call "
+                "torch.nn.utils.parametrize.remove_parametrizations on it first"
+            )
     _take_back(model, [module for module in model.modules() if isinstance(module, FP8LinearLayer)])
     for module in model.modules():
         module.__dict__.pop("fp8_report", None)

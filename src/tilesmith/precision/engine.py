@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tilesmith.engine.argument_checks import located
 from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
@@ -28,13 +30,13 @@ def create_fp8_trainer(
     limits than FP8Config's, by which layers of less than 1,024 inputs or outputs are not converted.
 
     forward_format: of activations and weights. backward_format: of gradients. device: where to move the model first;
-    None: it stays. Raises as `FP8Config`, `FP8TrainingEngine` and `Module.to` do.
+    None: it stays. Raises ValueError for a device that there is not, else as `FP8Config` and `FP8TrainingEngine` do.
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_fp8_trainer: model must be a torch.nn.Module, got {type(model).__name__}")
     if device is not None:
-        model.to(device)
+        model.to(located("create_fp8_trainer", "device", device))
     return FP8TrainingEngine(model, config)
 
 
@@ -66,8 +68,10 @@ class FP8TrainingEngine:
             raise TypeError(f"FP8TrainingEngine: config must be an FP8Config, got {type(config).__name__}")
         self.model, self.config, self.process_group = model, config or FP8Config(), process_group
         self.loss_scale = float(self.config.loss_scale)
+        self._scaled_by = 1.0  # what the newest gradients were multiplied by: 1.0 until training_step makes some
         self._ready = False
-        self._found: dict[int, bool] = {}  # of optimizers whose gradients `unscale` divided, by id
+        # optimizers whose gradients `unscale` divided, by id, and whether one was not finite
+        self._found: dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]] = {}
         self._steps = self._skipped = self._good = 0
 
     def __enter__(self) -> FP8TrainingEngine:
@@ -95,17 +99,19 @@ class FP8TrainingEngine:
         inputs: passed to the model; a mapping by keyword, a tuple by position. targets: the loss is
         ``loss_fn(output, targets)``; without a loss_fn it is the cross-entropy of outputs [..., classes] and integer
         targets [...], or the mean squared error of floating targets of the output's shape. targets None: the loss is
-        the model's output or its `loss`.
+        the model's output or its `loss`, and there is no loss_fn.
 
         Raises RuntimeError before `setup_fp8_training` and between `unscale` and `optimizer_step`, ValueError where no
-        loss can be made.
+        loss can be made, TypeError for targets and loss functions of another kind.
         """
         self._check_between_steps("training_step")
-        if isinstance(inputs, dict):
+        _check_targets(targets, loss_fn)
+        if isinstance(inputs, Mapping):
             out = self.model(**inputs)
         else:
             out = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
         loss = _loss(out, targets, loss_fn)
+        self._scaled_by = self.loss_scale
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
         return loss.detach()
 
@@ -116,18 +122,18 @@ class FP8TrainingEngine:
         Raises RuntimeError before `setup_fp8_training` and where it was called since the last `optimizer_step`.
         """
         self._check_optimizer("unscale", optimizer)
-        if id(optimizer) in self._found:
+        if id(optimizer) in self._divided():
             raise RuntimeError("unscale: the gradients of this optimizer were divided before; call optimizer_step")
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        self._found[id(optimizer)] = self._unscale(grads)
+        self._found[id(optimizer)] = weakref.ref(optimizer), self._unscale(grads)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step `optimizer` unless a gradient of it is not finite on any rank, then clear the gradients. Returns whether
         it stepped."""
         self._check_optimizer("optimizer_step", optimizer)
-        if id(optimizer) not in self._found:
+        if id(optimizer) not in self._divided():
             self.unscale(optimizer)
-        found = self._found.pop(id(optimizer))
+        _, found = self._found.pop(id(optimizer))
         if found:
             self._skipped, self._good = self._skipped + 1, 0
             self.loss_scale = max(self.loss_scale * 0.5, float(self.config.loss_scale) * LEAST)
@@ -197,8 +203,13 @@ class FP8TrainingEngine:
 
     def _check_between_steps(self, method: str) -> None:
         self._check_ready()
-        if self._found:
+        if self._divided():
             raise RuntimeError(f"{method}: the gradients were divided by unscale; call optimizer_step first")
+
+    def _divided(self) -> dict[int, tuple[weakref.ref[torch.optim.Optimizer], bool]]:
+        """Those of `_found` that are still there: an exception may have kept an optimizer from its step for good."""
+        self._found = {key: one for key, one in self._found.items() if one[0]() is not None}
+        return self._found
 
     def _check_ready(self) -> None:
         if not self._ready:
@@ -212,15 +223,15 @@ class FP8TrainingEngine:
     def _unscale(self, grads: list[Tensor]) -> bool:
         """Divide gradients by the loss's factor; whether one is not finite anywhere."""
         by_kind: dict[tuple, list[Tensor]] = {}
-        for grad in (getattr(g, "_local_tensor", g) for g in grads):
+        for grad in map(_numbers, grads):
             if grad.numel():
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         flags = []
         for group in by_kind.values():  # GradScaler's own function takes no bf16 on a GPU
             largest = torch.stack(torch._foreach_norm(group, float("inf")))
             flags.append((~largest.isfinite()).any().float())
-            if self.loss_scale != 1.0:
-                torch._foreach_mul_(group, 1.0 / self.loss_scale)
+            if self._scaled_by != 1.0:
+                torch._foreach_mul_(group, 1.0 / self._scaled_by)
         if dist.is_available() and dist.is_initialized():
             device = flags[0].device if flags else _device_of(self.model)
             total = torch.stack([flag.to(device) for flag in flags]).amax() if flags else torch.zeros((), device=device)
@@ -229,8 +240,34 @@ class FP8TrainingEngine:
         return any(flag.item() for flag in flags)
 
 
+def _numbers(grad: Tensor) -> Tensor:
+    """The numbers of a gradient that are here: its shard, or, of a sparse one, its values."""
+    grad = getattr(grad, "_local_tensor", grad)
+    return grad._values() if grad.layout == torch.sparse_coo else grad
+
+
 def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _check_targets(targets: Any, loss_fn: Any) -> None:
+    """TypeError, before the forward, unless a loss can be made of these."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"training_step: loss_fn must be callable, (output, targets) -> loss, got {type(loss_fn).__name__}"
+        )
+    if targets is None and loss_fn is not None:
+        raise ValueError(
+            "training_step: loss_fn is of no use without targets; pass them, or let the model return its loss"
+        )
+    if targets is None or loss_fn is not None:
+        return
+    if not isinstance(targets, Tensor):
+        raise TypeError(
+            f"training_step: targets must be a tensor, got {type(targets).__name__}; pass a loss_fn for others"
+        )
+    if targets.dtype == torch.bool or targets.is_complex():
+        raise TypeError(f"training_step: targets are {targets.dtype}; integers and floats are served; pass a loss_fn")
 
 
 def _loss(out: Any, targets: Tensor | None, loss_fn: Callable[[Any, Tensor], Tensor] | None) -> Tensor:
@@ -240,11 +277,20 @@ def _loss(out: Any, targets: Tensor | None, loss_fn: Callable[[Any, Tensor], Ten
             raise ValueError("training_step: without targets the model must return its loss, or an object with one")
         return loss
     if loss_fn is not None:
-        return loss_fn(out, targets)
+        loss = loss_fn(out, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"training_step: loss_fn returned {what}; it must return a tensor of one number")
+        return loss
     out = out if isinstance(out, Tensor) else getattr(out, "logits", out)
     if not isinstance(out, Tensor):
         raise ValueError(f"training_step: the model returned {type(out).__name__}; pass a loss_fn")
     if not targets.is_floating_point():
+        if out.ndim < 2 or targets.numel() != out.shape[:-1].numel():
+            raise ValueError(
+                f"training_step: integer targets are {list(targets.shape)}, the output {list(out.shape)}; there must "
+                "be one class for each row of outputs [..., classes]; pass a loss_fn for others"
+            )
         return F.cross_entropy(out.flatten(0, -2).float(), targets.flatten())
     if targets.shape != out.shape:
         raise ValueError(

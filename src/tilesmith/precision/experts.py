@@ -13,7 +13,7 @@ from tilesmith.nn import Experts
 from tilesmith.nn.norm import expect_casters
 from tilesmith.ops.moe.reference import GATED
 from tilesmith.precision.config import FP8Config
-from tilesmith.precision.linear import SERVED, output_dtype, plain
+from tilesmith.precision.linear import SERVED, output_dtype, plain, transformed
 from tilesmith.precision.products import NAMES
 from tilesmith.precision.weight_casts import CastsWeights
 
@@ -62,7 +62,8 @@ class FP8Experts(CastsWeights):
         gate_up, down = self.weights()
         rows = x.numel() // max(1, x.shape[-1])
         one = x.dtype == gate_up.dtype or torch.is_autocast_enabled(x.device.type)
-        return rows >= self.config.min_tokens and x.dtype in SERVED and one and all(map(plain, (x, gate_up, down)))
+        fits = rows >= self.config.min_tokens and x.dtype in SERVED and one
+        return fits and all(map(plain, (x, gate_up, down))) and not transformed()
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Σ_k weights[..., k] · expert indices[..., k] of x [..., C]."""

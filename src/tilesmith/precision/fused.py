@@ -10,10 +10,11 @@ from tilesmith import ops
 from tilesmith.nn.norm import expect_casters
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
-from tilesmith.precision.linear import FP8LinearLayer, Relay, output_dtype, plain
+from tilesmith.precision.linear import FP8LinearLayer, Relay, output_dtype, plain, transformed
 from tilesmith.precision.products import Bounds, Cast, Plan
 from tilesmith.precision.scaling import Scaling
-from tilesmith.precision.weight_casts import CastsWeights
+from tilesmith.precision.weight_casts import CastsWeights, parametrized
+from tilesmith.rewrite import observed
 
 expect_casters()  # here, since a process that only unpickles a model comes this way too
 
@@ -32,7 +33,8 @@ class FP8Norm(nn.Module):
 
     def serves(self, x: Tensor) -> bool:
         """Whether to ask this module rather than `ops`."""
-        return self.training and plain(x) and x.numel() >= self.min_tokens * x.shape[-1] and x.dtype in products.NAMES
+        fits = x.numel() >= self.min_tokens * x.shape[-1] and x.dtype in products.NAMES
+        return self.training and fits and plain(x) and not transformed()
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
         bound, amax = self.scaling.known(True), self.scaling.amax
@@ -133,20 +135,22 @@ class FP8GatedMLP(CastsWeights):
 
     def wants_casts(self) -> bool:
         """Not in eval mode, where the layers compute and keep casts of their own."""
-        return self.training or not self.config.cache_weights_in_eval
+        return (self.training or not self.config.cache_weights_in_eval) and not any(map(parametrized, self.layers))
 
     def serves(self, x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
-        """Whether the layers are still those, and the call is one for 8 bits."""
+        """Whether the layers are still those, nobody watches them, and the call is one for 8 bits."""
         layers = self.layers
         same = gate is layers[0] and up is layers[1] and down is layers[2]
-        return same and self.training and all(layer.serves(x) for layer in (gate, up)) and plain(down.weight)
+        if not same or not self.training or any(map(parametrized, layers)) or any(map(observed, layers)):
+            return False
+        return all(layer.serves(x, layer.weight) for layer in (gate, up)) and plain(down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.layers
         delayed = self.plan.recipe == "delayed"
         scalings = down.input_scaling, down.grad_scaling, gate.grad_scaling
         bounds = Bounds(*(value for s in scalings for value in (s.known(delayed), s.amax)))
-        given = gate.input_cast(x, delayed)
+        given = gate.input_cast(x, delayed, gate.weight.requires_grad)
         weights = gate.weight, up.weight, down.weight
         return products.gated_mlp(
             x, *weights, given, self.weight_cast(), down.weight_cast(), bounds, self.plan, output_dtype(x)

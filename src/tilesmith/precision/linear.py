@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tilesmith.engine import torch_private
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
 from tilesmith.precision.products import Cast, Plan
 from tilesmith.precision.scaling import Scaling
-from tilesmith.precision.weight_casts import CastsWeights
+from tilesmith.precision.weight_casts import CastsWeights, parametrized
 
 SERVED = frozenset(products.NAMES)
 
@@ -21,21 +22,26 @@ class Relay:
     """The newest tensor that was cast, with its cast: layers that get the same tensor do not cast it again.
 
     One for all layers of a model. A norm leaves here the cast that it made itself. A write into the tensor between two
-    layers is noticed by its version; in a compiled graph it is not, see `convert_model_to_fp8`.
+    layers is noticed by its version; in a compiled graph it is not, see `convert_model_to_fp8`. Tensors that inference
+    mode made have no version, and their casts are not kept.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.source, self.version, self.cast, self.by = None, 0, None, None
+        self.held: tuple[Tensor, int, Cast, tuple[str, bool]] | None = None  # one, as other threads read it
 
     def put(self, x: Tensor, cast: Cast, by: tuple[str, bool]) -> None:
         """by: the recipe, and whether the cast has what a weight's gradient needs."""
-        self.source, self.version, self.cast, self.by = x, _version(x), cast, by
+        version = _version(x)
+        self.held = None if version is None else (x, version, cast, by)
 
     def get(self, x: Tensor, by: tuple[str, bool]) -> Cast | None:
-        return self.cast if self.source is x and self.by == by and self.version == _version(x) else None
+        held = self.held
+        if held is None or held[0] is not x or held[3] != by or held[1] != _version(x):
+            return None
+        return held[2]
 
     def __deepcopy__(self, memo: dict) -> Relay:
         memo[id(self)] = made = Relay()
@@ -45,10 +51,12 @@ class Relay:
         return Relay, ()
 
 
-def _version(x: Tensor) -> int:
-    """What tells that x was changed in place. Nothing does in a graph (Dynamo has no number for it) or in inference
-    mode."""
-    return 0 if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() else x._version
+def _version(x: Tensor) -> int | None:
+    """What tells that x was changed in place; None where nothing does. In a graph, for which Dynamo has no number, it
+    is 0."""
+    if torch.compiler.is_compiling():
+        return 0
+    return None if x.is_inference() else x._version
 
 
 class FP8LinearLayer(nn.Linear, CastsWeights):
@@ -56,7 +64,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
 
     Parameters, their names and dtypes are those of `nn.Linear`, and so is the state dict. x: [..., in_features],
     float32, bfloat16 or float16; y has its dtype, under autocast autocast's. Calls of less than `min_tokens` rows, of
-    other dtypes, or with a weight that is a DTensor are computed as `nn.Linear` does.
+    other dtypes, with a weight that is a DTensor, or within a transform of torch.func (grad, vmap, jvp) are computed as
+    `nn.Linear` does.
 
     In eval mode activations are cast by their own largest value, whatever the recipe's history says.
     """
@@ -101,25 +110,30 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
 
     def wants_casts(self) -> bool:
         """Not where a gated MLP, which computes in training mode alone, casts the weight together with another."""
-        return not self.fused or (self.config.cache_weights_in_eval and not self.training)
+        alone = not self.fused or (self.config.cache_weights_in_eval and not self.training)
+        return alone and not parametrized(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.serves(x):
-            return F.linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        x = input  # by the name that `nn.Linear` has for it
+        weight = self.weight  # once: it may be parametrized
+        if not self.serves(x, weight):
+            return F.linear(x, weight, self.bias)
         dtype = output_dtype(x)
         delayed = self.training and self.plan.recipe == "delayed"
-        cast = self.weight_cast()
-        given = self.input_cast(x, delayed)
+        cast = self.weight_cast(weight)
+        given = self.input_cast(x, delayed, weight.requires_grad)
         gradient = products.Gradient(self.grad_scaling.known(delayed), self.grad_scaling.amax)
-        return products.linear(x, (self.weight, self.bias), given, cast, self.plan, dtype, gradient)
+        return products.linear(x, (weight, self.bias), given, cast, self.plan, dtype, gradient)
 
-    def serves(self, x: Tensor) -> bool:
-        """Whether a call is computed in 8 bits."""
+    def serves(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether a call with this layer's weight is computed in 8 bits."""
         rows = x.numel() // self.in_features
-        return rows >= self.config.min_tokens and x.dtype in SERVED and plain(x) and plain(self.weight)
+        fits = rows >= self.config.min_tokens and x.dtype in SERVED
+        return fits and plain(x) and plain(weight) and not transformed()
 
-    def input_cast(self, x: Tensor, delayed: bool) -> Cast:
-        by = self.plan.recipe, self.weight.requires_grad
+    def input_cast(self, x: Tensor, delayed: bool, trains: bool) -> Cast:
+        """The cast of x. trains: whether a weight's gradient will be asked for."""
+        by = self.plan.recipe, trains
         given = self.relay.get(x, by)
         if given is None:
             scaling = self.input_scaling
@@ -159,3 +173,10 @@ def output_dtype(x: Tensor) -> torch.dtype:
 def plain(x: Tensor) -> bool:
     """Whether x is here as a whole: no DTensor, nor another subclass that has a say in what products of it are."""
     return type(x) in (Tensor, nn.Parameter) or isinstance(x, torch._subclasses.FakeTensor)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work, which has no rules for products of 8-bit numbers."""
+    if torch.compiler.is_compiling() or not torch_private.knows_functorch:
+        return False
+    return torch_private.functorch() is not None

@@ -47,10 +47,11 @@ class Scaling(nn.Module):
         and `to_empty` must not leave them unset, since no checkpoint fills them."""
         for name, buffer in self._buffers.items():
             device = fn(buffer).device
-            if buffer.device.type == "meta" and device.type != "meta":
-                self._buffers[name], self.warm = torch.zeros_like(buffer, device=device), False
-            else:
-                self._buffers[name] = buffer.to(device)
+            with torch.inference_mode(False):
+                if buffer.device.type == "meta" and device.type != "meta":
+                    self._buffers[name], self.warm = torch.zeros_like(buffer, device=device), False
+                else:
+                    self._buffers[name] = buffer.to(device)
         return self
 
     def extra_repr(self) -> str:

@@ -15,7 +15,7 @@ class CastsWeights(nn.Module):
     """A module that keeps casts of weights, which `refresh` makes anew.
 
     config: says whether they are kept. cached: the casts. kept: the stamps of the weights that were cast. whole: weak
-    references to the weights that `refresh` found here as a whole.
+    references to the weights that `refresh` found here as a whole, where casts are kept in eval mode.
     """
 
     config: FP8Config
@@ -38,15 +38,19 @@ class CastsWeights(nn.Module):
     def refresh(self) -> None:
         """Cast the weights, if casts are kept."""
         self.cached, self.kept, self.whole = None, None, ()
+        if not self.config.cache_weights or not self.wants_casts():
+            return
         weights = self.weights()
-        if self.config.cache_weights and self.wants_casts() and all(keeps(w) and not w.is_inference() for w in weights):
-            self.whole = tuple(map(weakref.ref, weights))
+        if all(keeps(w) and not w.is_inference() for w in weights):
+            if self.config.cache_weights_in_eval:  # only then: PyTorch swaps no parameter that is referred to
+                self.whole = tuple(map(weakref.ref, weights))
             self._keep(weights)
 
-    def weight_cast(self) -> tuple:
-        """The casts of the weights as they are: those that are kept, or new ones."""
+    def weight_cast(self, *given: Tensor) -> tuple:
+        """The casts of the weights as they are: those that are kept, or new ones. given: the weights, if they were
+        asked for already."""
         kept, cached = self.kept, self.cached  # in this order, the other way round than they are written
-        weights = self.weights()
+        weights = given or self.weights()
         if cached is not None and self._trusts(weights, kept):
             return cached
         if self._renews(weights):
@@ -102,12 +106,12 @@ class CastsWeights(nn.Module):
         self.refresh()
 
     def __deepcopy__(self, memo: dict) -> CastsWeights:
-        """By way of the module's own pickling."""
+        """By way of what this class pickles, not of `self`'s: parametrizations put a class on top that refuses it."""
         import copy
 
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.__setstate__(copy.deepcopy(CastsWeights.__getstate__(self), memo))
         return made
 
     def __getstate__(self) -> dict:
@@ -118,6 +122,12 @@ def keeps(weight: Tensor) -> bool:
     """Whether a cast of a weight may be kept: it is here, and not sharded, in which case the layer's parameter is
     another tensor at each use."""
     return type(weight) is nn.Parameter and weight.device.type != "meta"
+
+
+def parametrized(layer: nn.Module) -> bool:
+    """Whether a weight is computed whenever it is asked for, which may change what it is computed from, as spectral
+    norms do."""
+    return "parametrizations" in layer._modules
 
 
 def stamp(weight: Tensor) -> tuple:

@@ -5,6 +5,7 @@ Knows no model library. The rules, which say what to look for and what to put th
 
 from tilesmith.rewrite import flow
 from tilesmith.rewrite.apply import RewriteError, rewrite, undo
+from tilesmith.rewrite.hooks import observed
 from tilesmith.rewrite.probe import Unlike
 from tilesmith.rewrite.report import CALLS, OURS, Report, Row
 from tilesmith.rewrite.rule import Replace, Rule, Site, Skip
@@ -15,5 +16,5 @@ __all__ = [
     "Rule", "Site", "Replace", "Skip", "Form",
     "rewrite", "undo", "Report", "Row", "RewriteError", "CALLS", "OURS",
     "variant", "swap", "unswap", "forms", "original_class", "given",
-    "parse", "respell", "respelled_forward", "CannotRespell", "Unlike", "flow",
+    "observed", "parse", "respell", "respelled_forward", "CannotRespell", "Unlike", "flow",
 ]  # fmt: skip

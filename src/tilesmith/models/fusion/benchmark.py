@@ -91,7 +91,7 @@ def benchmark_fusion_performance(
     buffers and random numbers.
 
     Raises TypeError for models and inputs of another kind; ValueError for fewer than one run, a `fused_model` that is
-    not fused, or models on different devices.
+    not fused, or models that differ in device, training mode, or the number of parameters of a dtype.
     """
     for name, value in (("baseline_model", baseline_model), ("fused_model", fused_model)):
         if not isinstance(value, nn.Module):
@@ -111,8 +111,32 @@ def benchmark_fusion_performance(
         raise ValueError(
             f"benchmark_fusion_performance: baseline_model is on {devices[0]}, fused_model on {devices[1]}; move one"
         )
+    _check_alike(baseline_model, fused_model)
     inputs = sample_of(fused_model, input_data)
     return _measured({"baseline": baseline_model, "fused": fused_model}, inputs, devices[0], num_runs, backward)
+
+
+def _check_alike(baseline: nn.Module, fused: nn.Module) -> None:
+    """ValueError for models whose times differ by more than fusion."""
+    modes = ["training" if m.training else "evaluation" for m in (baseline, fused)]
+    if modes[0] != modes[1]:
+        raise ValueError(
+            f"benchmark_fusion_performance: baseline_model is in {modes[0]} mode, fused_model in {modes[1]} mode; call "
+            "train() or eval() on both"
+        )
+    sizes = []
+    for model in (baseline, fused):
+        elements: dict[str, int] = {}
+        for p in model.parameters():
+            name = str(p.dtype).removeprefix("torch.")
+            elements[name] = elements.get(name, 0) + p.numel()
+        sizes.append(elements)
+    if sizes[0] != sizes[1]:
+        told = [", ".join(f"{n:,} of {name}" for name, n in sorted(e.items())) or "none" for e in sizes]
+        raise ValueError(
+            f"benchmark_fusion_performance: baseline_model has other parameters ({told[0]}) than fused_model "
+            f"({told[1]}); it must be the same model without fusion"
+        )
 
 
 def _measured(models: dict[str, nn.Module], inputs: Any, device: torch.device, runs: int, backward: bool) -> Any:

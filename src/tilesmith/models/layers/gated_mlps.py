@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine import torch_private
-from tilesmith.models.reach import PassedOver, observed, passed_over, ran, reaches, untouched
+from tilesmith.models.reach import PassedOver, passed_over, ran, reaches, untouched
 from tilesmith.nn.norm import CASTER, has_caster
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
@@ -78,7 +78,7 @@ def gated_mlp(module: nn.Module, x: Tensor, mlp: GatedMlp) -> Tensor:
     if has_caster(module):
         caster = module._modules[CASTER]
         layers = tuple(module._modules.get(name or "") for name in (mlp.gate, mlp.up, mlp.down))
-        if caster.serves(x, *layers) and not any(map(observed, layers)):
+        if caster.serves(x, *layers):
             return caster(x)
     gate = getattr(module, mlp.gate)(x)
     gate, up = gate.chunk(2, dim=-1) if mlp.up is None else (gate, getattr(module, mlp.up)(x))

@@ -11,161 +11,21 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from tilesmith.engine import torch_private
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
+from tilesmith.models.layers.packed_products import Group, pack, tensors_of, unpack
 from tilesmith.models.reach import observed
 from tilesmith.nn import GatedMLP
 from tilesmith.rewrite import CannotRespell, Form, Replace, Rule, Site, Skip, flow, forms, original_class, parse
 from tilesmith.rewrite.variants import obstacle, swap, unswap
 
 _GROUP = "_tilesmith_group"
-# A backward joins the gradients of the parts first, one pass over them. Above so many rows that costs more than the
-# launches that it saves: at 8,192 rows of a Llama of 8 B it reads and writes 0.9 GB for gate and up.
-MOST_ROWS = 4096
-MOST_IN_VAIN = 2  # an exception between two layers leaves one behind; code that asks for one layer only, more
-
-
-class _Joined(torch.autograd.Function):
-    """Tensors that follow one another in memory as one; its gradient is handed out as views."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(*parts)  # whoever writes to one of them before the backward is told
-        return _spanning(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split([part.shape[0] for part in ctx.saved_tensors])
-
-
-class _Parts(torch.autograd.Function):
-    """The columns of a product as separate tensors, which are disjoint and may be written to; one pass back."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-        starts = itertools.accumulate(sizes, initial=y.storage_offset())
-        shapes = [(*y.shape[:-1], size) for size in sizes]
-        storage = y.untyped_storage()
-        return tuple(y.new_empty(0).set_(storage, start, shape, y.stride()) for start, shape in zip(starts, shapes))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(grads, -1), None
-
-
-class Group:
-    """The layers of one packed product, and what of the last one has not been asked for yet."""
-
-    def __init__(self, layers: Sequence[nn.Linear]):
-        self.layers = tuple(layers)
-        self.given: tuple[Any, ...] = ()
-        self.waiting: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}  # with the `_stamp` of its layer
-        self.in_vain = 0  # products of which only one part was asked for, one after the other
-        self.off = False  # a layer was given another tensor than the first
-
-    def output(self, layer: nn.Module, which: int, x: Tensor) -> Tensor | None:
-        """What `layer` computes of x; None if it has to do so itself, as a replica of it has."""
-        if self.off or layer is not self.layers[which] or torch_private.functorch() is not None:
-            return None
-        state = _state(x)
-        if which in self.waiting:
-            if self.given[0] is x and self.given[1:] == state:
-                found, stamp = self.waiting.pop(which)
-                self.in_vain = 0
-                if not self.waiting:
-                    self.given = ()
-                return found if stamp == _stamp(layer) else None
-            self.off, self.given, self.waiting = True, (), {}
-            return None
-        self.in_vain += bool(self.waiting)
-        if self.in_vain > MOST_IN_VAIN or not self.served(x):
-            self.given, self.waiting = (), {}
-            return None
-        self.given, self.waiting = (x, *state), dict(enumerate(zip(self.product(x), map(_stamp, self.layers))))
-        return self.waiting.pop(which)[0]
-
-    def served(self, x: Tensor) -> bool:
-        """Whether the weights lie one below the other, x is of their kind, and one product is worth it."""
-        if torch.is_grad_enabled() and x.numel() > MOST_ROWS * x.shape[-1]:
-            return False
-        weights, biases = _tensors(self.layers)
-        if len({weight.requires_grad for weight in weights}) > 1 or len(biases) not in (0, len(weights)):
-            return False
-        return type(x) in (Tensor, nn.Parameter) and adjacent(weights) and adjacent(biases)
-
-    def product(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all layers."""
-        weights, biases = _tensors(self.layers)
-        bias = _joined(biases) if biases else None
-        sizes = tuple(weight.shape[0] for weight in weights)
-        return _Parts.apply(F.linear(x, _joined(weights), bias), sizes)
-
-
-def _state(x: Tensor) -> tuple[Any, ...]:
-    """What has to be the same for two layers to compute of x together."""
-    kind = x.device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (0 if x.is_inference() else x._version), torch.is_grad_enabled(), cast
-
-
-def _stamp(layer: nn.Linear) -> tuple[Any, ...]:
-    """What tells that parameters of a layer were written to, frozen or replaced; a write to `.data` does not show."""
-    parts = layer._parameters.values()
-    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version, p.requires_grad) for p in parts if p is not None)
-
-
-def adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether these are plain parameters of one storage, each contiguous and where the one before ends."""
-    end = None
-    for part in parts:
-        if type(part) is not nn.Parameter or not part.is_contiguous() or part.device.type == "meta":
-            return False
-        here = part.data_ptr(), part.storage_offset()
-        if end is not None and here != end:
-            return False
-        end = here[0] + part.numel() * part.element_size(), here[1] + part.numel()
-    return True
-
-
-def _spanning(parts: Sequence[Tensor]) -> Tensor:
-    first = parts[0]
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    with torch.no_grad():
-        return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        return _Joined.apply(*parts)
-    return _spanning(parts)
-
-
-def pack(parts: Sequence[Tensor]) -> None:
-    """Move the values of parameters into one new storage, in this order; the parameters stay the same objects."""
-    if parts and not adjacent(parts):
-        whole = torch.cat([part.data for part in parts])
-        for part, piece in zip(parts, whole.split([part.shape[0] for part in parts])):
-            part.data = piece
-
-
-def unpack(parts: Sequence[Tensor]) -> None:
-    """Give each parameter a storage of its own again, with its values."""
-    if len(parts) > 1 and adjacent(parts):
-        for part in parts:
-            part.data = part.data.clone()
-
-
-def _tensors(layers: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
-    return [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
 
 
 @dataclass(frozen=True)
@@ -200,7 +60,7 @@ class PackedForm(Form):
 
         def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
             base._apply(self, fn, recurse)
-            for parts in _tensors([self._modules[name] for name in names]):
+            for parts in tensors_of([self._modules[name] for name in names]):
                 if all(type(p) is nn.Parameter and p.device.type != "meta" for p in parts):
                     pack(parts)  # .to() moved them one by one
             return self
@@ -210,7 +70,7 @@ class PackedForm(Form):
     def enter(self, module: nn.Module) -> None:
         layers = [module._modules[name] for name in self.names]
         group = Group(layers)
-        for parts in _tensors(layers):
+        for parts in tensors_of(layers):
             pack(parts)
         for which, layer in enumerate(layers):
             swap(layer, MemberForm(which))
@@ -222,7 +82,7 @@ class PackedForm(Form):
         for layer in group.layers:
             if any(isinstance(form, MemberForm) for form in forms(layer)[:1]):
                 unswap(layer)
-        for parts in _tensors(group.layers):
+        for parts in tensors_of(group.layers):
             unpack(parts)
 
 

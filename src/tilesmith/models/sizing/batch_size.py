@@ -44,6 +44,10 @@ class Costs:
         found = self._known[batch]
         return self.fake(2) if found is None and batch == 1 else found
 
+    def least(self) -> int:
+        """The fewest rows that a step takes: 2 where fake tensors get through two and not through one."""
+        return 2 if self.fake(1) is not None and self._known[1] is None else 1
+
     def scale(self) -> float:
         """What real steps take over what fake tensors say, by the largest real step."""
         ran = max((p for p in self.probes if p.fits and p.peak), key=lambda p: p.batch, default=None)
@@ -89,9 +93,10 @@ class Costs:
             for rows in (1, 2):
                 self.probes.append(self.run(rows))
             return
-        rows = batch
-        while rows > 1 and (self.needs(rows) > SPARE * free or rows > max(1, batch // 2)):
-            rows //= 2
+        least = self.least()
+        rows = max(least, batch)
+        while rows > least and (self.needs(rows) > SPARE * free or rows > max(least, batch // 2)):
+            rows = max(least, rows // 2)
         self.probes.append(self.run(rows))
 
     def largest(self, room: int, most: int) -> int:
@@ -138,7 +143,7 @@ def best_batch(costs: Costs, room: int, most: int) -> Knee:
         probes.append(_ran(costs, top))
         if not probes[-1].fits:
             top = max(first, top // 2)
-    chosen = min(_knee(probes, top), top)
+    chosen = min(max(costs.least(), _knee(probes, top)), top)
     if len(probes) < MOST_PROBES and chosen not in [p.batch for p in probes]:
         probes.append(_ran(costs, chosen))
     return Knee(_settled(probes, chosen, limit), tuple(probes))
@@ -155,7 +160,7 @@ def _start(costs: Costs, room: int, most: int) -> int:
     expected = min(agreed(costs.largest(room, most)))
     if expected < 1:
         raise MemoryError(_too_large(costs, room))
-    return max(1, expected // 8)
+    return max(costs.least(), expected // 8)
 
 
 def _too_large(costs: Costs, room: int) -> str:

@@ -196,11 +196,12 @@ class HardwareAbstractionLayer:
         """What a step of `batch_size` rows holds at its peak, by kind, from a pass over fake tensors.
 
         sample: the model's inputs, a tensor, a tuple of arguments or a dict of keyword arguments of one batch; None:
-        made from what the model says of itself, `sequence_length` tokens long. sequence_length: no more than the model
-        has positions; None: 512, or as many as it has if these are fewer. training: with a backward; else under
-        no_grad, and without an optimizer. optimizer: one that was made, a class, or a function from parameters to one;
-        None: none. calibrate: run fewer rows once, where the model is on the device, and scale by what that took; a
-        model that fake tensors do not get through is run at two batches instead.
+        made from what the model says of itself, `sequence_length` tokens long. sequence_length: without a sample, no
+        more than the model has positions; None: 512, or as many as it has if these are fewer. training: with a
+        backward, before which outputs besides the loss are dropped; else under no_grad, and without an optimizer.
+        optimizer: one that was made, a class, or a function from parameters to one; None: none. calibrate: run fewer
+        rows once, where the model is on the device, and scale by what that took; a model that fake tensors do not get
+        through is run at two batches instead.
 
         What was run is remembered until the model's modules, dtypes, checkpointing or frozen parameters change.
 
@@ -249,6 +250,8 @@ class HardwareAbstractionLayer:
     def _sample(self, who: str, model: Any, sample: Any, tokens: int | None, training: bool) -> Sample:
         self._check(who, model)
         flag(who, "training", training)
+        if None not in (sample, tokens):
+            raise ValueError(f"{who}: sequence_length is of no use beside sample=, whose tensors have their own length")
         limit = most_tokens(model) if sample is None else None
         if tokens is not None and size(who, "sequence_length", tokens) > (limit or tokens):
             raise ValueError(
@@ -350,7 +353,10 @@ def _devices(wanted: Sequence[torch.device] | None) -> list[torch.device]:
     for device in wanted:
         if not isinstance(device, (torch.device, str)):
             raise TypeError(f"HardwareAbstractionLayer: target_devices has {device!r}, which is not a torch.device")
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except RuntimeError as problem:
+            raise ValueError(f"HardwareAbstractionLayer: {device!r} names no device: {problem}") from problem
         if device.index is None and device.type in ("cuda", "xpu") and found[device.type]:
             device = torch.device(device.type, torch.get_device_module(device).current_device())
         known = [d for kind in found.values() for d in kind]

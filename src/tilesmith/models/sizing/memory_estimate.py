@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import weakref
@@ -60,27 +61,27 @@ class LiveBytes(torch_private.DispatchMode or object):
 def traced_peak(model: nn.Module, sample: Sample, batch: int, *, backward: bool, device: torch.device) -> int:
     """The most bytes that a step of so many rows holds beyond parameters and buffers: inputs, activations, gradients.
 
-    Nothing is computed, and the model is not touched. Raises CannotTrace.
+    Outputs besides the loss are dropped before the backward, as by a trainer. Nothing is computed, and the model is
+    left as it was. Raises CannotTrace.
     """
     if torch_private.DispatchMode is None:
         raise CannotTrace(f"PyTorch {torch.__version__} has no TorchDispatchMode to count with")
     grain = 1 if device.type == "cpu" else GRAIN
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     random = torch.random.get_rng_state()
     log = logging.getLogger("torch._subclasses.fake_tensor")
     silent, log.disabled = log.disabled, True  # it prints what is reported here
     try:
         mode = torch_private.fake_tensor_mode()
         mode.allow_non_fake_inputs = True  # a module may hold tensors that are neither parameters nor buffers
-        fake = {name: _faked(value, mode) for name, value in state.items()}
-        with mode:
+        with _fakes_in(model, mode) as fake, mode:
             live = LiveBytes(grain)
-            live.ignore(iter(fake.values()))
+            live.ignore(iter(fake))
             with live, torch.set_grad_enabled(backward):
                 args, kwargs = _inputs(sample, batch)
-                out = torch.func.functional_call(model, fake, args, kwargs)
+                out = model(*args, **kwargs)
                 if backward:
-                    loss_of(out).backward()
+                    out = loss_of(out)  # and nothing else, as in `Sample.step`
+                    out.backward()
             return live.peak
     except Exception as problem:  # foreign code: whatever it raises says that it wants values
         raise CannotTrace(
@@ -89,6 +90,27 @@ def traced_peak(model: nn.Module, sample: Sample, batch: int, *, backward: bool,
     finally:
         log.disabled = silent
         torch.random.set_rng_state(random)
+
+
+@contextlib.contextmanager
+def _fakes_in(model: nn.Module, mode: Any) -> Iterator[list[Tensor]]:
+    """Inside, a model has fake parameters and buffers, which are given. `torch.func.functional_call` would leave them
+    in a module that stands in two places."""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    before = [(table, dict(table)) for table in tables]
+    fake: dict[int, Tensor] = {}
+    try:
+        for table, values in before:
+            for name, value in values.items():
+                if value is not None:
+                    if id(value) not in fake:
+                        fake[id(value)] = _faked(value, mode)
+                    table[name] = fake[id(value)]
+        yield list(fake.values())
+    finally:
+        for table, values in before:
+            table.clear()
+            table.update(values)
 
 
 def _faked(value: Tensor, mode: Any) -> Tensor:
@@ -136,24 +158,29 @@ def check_optimizer(who: str, optimizer: object) -> None:
 def optimizer_bytes(model: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[int, int]:
     """(bytes that an optimizer keeps for the model once it has stepped, bytes that a step needs besides).
 
-    optimizer: one that was made, a class, or a function from parameters to one; it is not stepped: what it keeps is
-    seen on a small parameter of each dtype. None: (0, 0).
+    optimizer: one that was made, which holds some of the model's parameters, a class, or a function from parameters to
+    one; it is not stepped: what it keeps is seen on a small parameter of each dtype. None: (0, 0). Raises ValueError
+    for one that cannot step like that.
     """
     if optimizer is None:
         return 0, 0
     trained = [p for p in model.parameters() if p.requires_grad]
-    kept: dict[torch.dtype, float] = {}
-    for dtype in {p.dtype for p in trained}:
-        kept[dtype] = _kept_per_element(optimizer, dtype)
-    state = sum(int(kept[p.dtype] * local(p).numel()) for p in trained)
-    if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state:
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    if made:
+        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = [p for p in trained if id(p) in theirs]
+    found = {dtype: _tried(optimizer, dtype) for dtype in {p.dtype for p in trained}}
+    state = sum(int(found[p.dtype][0] * local(p).numel()) for p in trained)
+    if made and optimizer.state:
         state = sum(local(x).nbytes for one in optimizer.state.values() for x in one.values() if isinstance(x, Tensor))
+    if device.type == "cpu":  # one parameter after the other
+        return state, max((int(found[p.dtype][1] * local(p).numel()) for p in trained), default=0)
     # torch's foreach implementations, the default on accelerators, hold one more tensor of each parameter's size
-    step = 0 if device.type == "cpu" or not state else sum(local(p).nbytes for p in trained)
-    return state, step
+    return state, sum(local(p).nbytes for p in trained) if state else 0
 
 
-def _kept_per_element(optimizer: Optimizer, dtype: torch.dtype) -> float:
+def _tried(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float]:
+    """(bytes that an optimizer keeps, bytes that a step needs besides) for each element of a small parameter."""
     small = nn.Parameter(torch.zeros(16, 16, dtype=dtype))
     small.grad = torch.zeros_like(small)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -164,8 +191,21 @@ def _kept_per_element(optimizer: Optimizer, dtype: torch.dtype) -> float:
             raise TypeError(
                 f"optimizer must make a torch.optim.Optimizer of a list of parameters, it made {type(made).__name__}"
             )
-    made.step()
-    return sum(x.nbytes for x in made.state[small].values() if isinstance(x, Tensor) and x.numel() > 1) / small.numel()
+    try:
+        made.step()
+        counted = LiveBytes() if torch_private.DispatchMode is not None else None
+        if counted is not None:
+            kept = [x for x in made.state[small].values() if isinstance(x, Tensor)]
+            counted.ignore(iter([small, small.grad, *kept]))
+        with counted or contextlib.nullcontext():
+            made.step()
+    except Exception as problem:  # foreign code: one that wants a closure, or other gradients
+        raise ValueError(
+            f"optimizer: a step of {type(made).__name__} on a small parameter raises {type(problem).__name__}: "
+            f"{problem}; give optimizer=None and add what it keeps"
+        ) from problem
+    kept = sum(x.nbytes for x in made.state[small].values() if isinstance(x, Tensor) and x.numel() > 1)
+    return kept / small.numel(), (counted.peak if counted else 0) / small.numel()
 
 
 def _accepted(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -15,7 +15,7 @@ from tilesmith.engine.memory import MemoryConfig
 from tilesmith.engine.memory import human_size as shown
 from tilesmith.engine.timing import EVENTS
 from tilesmith.models.layers.losses import HeadForm
-from tilesmith.models.sizing.memory_estimate import LiveBytes
+from tilesmith.models.sizing.memory_estimate import LiveBytes, local
 from tilesmith.rewrite import forms, original_class
 
 GB = 10**9
@@ -26,7 +26,8 @@ WORTH = 0.02  # of the peak: what is not worth a sentence
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Bytes of one module, without its children. activations: what its forward saved for the backward."""
+    """Bytes of one module, without its children. parameters: with its buffers. activations: what its forward saved for
+    the backward."""
 
     name: str
     cls: str
@@ -132,7 +133,7 @@ class MemoryMonitor:
         kept = any(p.grad is not None for p in self.model.parameters())
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         saved = _Saved(self.model)
-        peaks = _Peaks(device, self._state())
+        peaks = _Peaks(device, map(local, self._state()))
         with contextlib.ExitStack() as stack:
             stack.callback(saved.remove)
             stack.enter_context(peaks)
@@ -166,12 +167,13 @@ class MemoryMonitor:
         seen: set[int] = set()
         for name, module in self.model.named_modules():
             own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
-            seen |= {id(p) for p in own}
+            buffers = [b for b in module.buffers(recurse=False) if id(b) not in seen]
+            seen |= {id(x) for x in (*own, *buffers)}
             states = [self.optimizer.state.get(p, {}) for p in own] if self.optimizer is not None else []
             row = ModuleMemory(
                 name,
                 original_class(type(module)).__name__,
-                _bytes([*own, *module.buffers(recurse=False)]),
+                _bytes([*own, *buffers]),
                 _bytes(p.grad for p in own if p.grad is not None),
                 _bytes(x for state in states for x in state.values() if isinstance(x, Tensor)),
                 activations.get(name, 0),
@@ -181,7 +183,8 @@ class MemoryMonitor:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(x.nbytes for x in tensors)
+    """What this rank holds of them."""
+    return sum(local(x).nbytes for x in tensors)
 
 
 class _Saved:
@@ -193,7 +196,7 @@ class _Saved:
         self.done: Callable[[], None] = lambda: None
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = [""]
-        self._known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+        self._known = {local(x).untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
         # hooks of all modules of the process: one of a module's own would keep the ops from taking its place
         self._handles = [
             register_module_forward_pre_hook(self._entered),

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from tilesmith.engine.random_state import random_numbers_kept
+
 
 def obstacle_to_probes(model: nn.Module) -> str | None:
     """Why a backward of `model` would do more than fill gradients, in words; None if it would not."""
@@ -42,7 +44,7 @@ def state_preserved(model: nn.Module) -> Iterator[None]:
     ]
     training = [(module, module.training) for module in model.modules()]
     try:
-        with _random_numbers(model):
+        with random_numbers_kept(p.device for p in parameters):
             for p in parameters:
                 p.grad = None
             yield
@@ -56,16 +58,3 @@ def state_preserved(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
         for module, flag in training:
             module.training = flag
-
-
-@contextlib.contextmanager
-def _random_numbers(model: nn.Module) -> Iterator[None]:
-    devices: dict[str, set[int]] = {}
-    for p in model.parameters():
-        if p.device.type not in ("cpu", "meta"):
-            devices.setdefault(p.device.type, set()).add(p.device.index or 0)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind, indices in devices.items():
-            stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
-        yield

@@ -7,13 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.engine.argument_checks import located
 from tilesmith.precision.adaptive.allocation import allocate
 from tilesmith.precision.adaptive.calibration import Calibration, call, check_fit, moved, output_of
 from tilesmith.precision.adaptive.choice import layer_bytes, tile_shape
 from tilesmith.precision.adaptive.config import WIDTHS, PrecisionConfig, PrecisionFormat
 from tilesmith.precision.adaptive.layer import code_bytes, overhead_bytes
-from tilesmith.precision.adaptive.layers import base_bytes, bytes_of, check_model, eligible, structure_of
+from tilesmith.precision.adaptive.layers import (
+    base_bytes,
+    bytes_of,
+    check_model,
+    device_of,
+    eligible,
+    structure_of,
+    unchanged,
+)
 from tilesmith.precision.adaptive.sensitivity import observe, tile_losses
 
 OP = "analyze_precision_opportunities"
@@ -21,6 +28,7 @@ PROBES = 4  # draws of labels or signs
 ALLOWED = 0.01  # of the output's mean square, or nats of KL divergence
 
 
+@torch.inference_mode(False)  # the analysis takes gradients
 def analyze_precision_opportunities(
     model: nn.Module, sample_input: Tensor, device: torch.device | None = None
 ) -> dict[str, Any]:
@@ -49,17 +57,18 @@ def analyze_precision_opportunities(
     check_model(OP, model)
     if not isinstance(sample_input, Tensor | tuple | list | dict):
         raise TypeError(f"{OP}: sample_input must be a tensor, a tuple or a dict, got {type(sample_input).__name__}")
-    device = None if device is None else located(OP, "device", device)
+    device = device_of(OP, device)
     chosen, skipped = eligible(model)
     work = structure_of(model, device).eval()
     batch = moved(sample_input, device)
     samples = Calibration((batch,) * PROBES, (batch,), None)
-    check_fit(samples, work)
-    if not chosen:
-        return _result(0.0, {}, {}, {}, skipped, ["No linear layer can be packed; skipped says why."])
     layers = {name: work.get_submodule(name) for name in chosen}
-    power = _power(work, batch)
-    seen = observe(work, layers, samples, hessians=False)
+    with unchanged(work):
+        check_fit(samples, work)
+        if not chosen:
+            return _result(0.0, {}, {}, {}, skipped, ["No linear layer can be packed; skipped says why."])
+        power = _power(work, batch)
+        seen = observe(work, layers, samples, hessians=False)
     losses = {
         name: tile_losses(layer.weight.detach(), seen[name].information(PrecisionConfig()), WIDTHS) / power
         for name, layer in layers.items()

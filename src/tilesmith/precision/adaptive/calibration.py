@@ -158,11 +158,10 @@ def positions(batch: Any) -> int:
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:
-    """A batch with its tensors on a device."""
-    if device is None:
-        return batch
+    """A batch with its tensors on a device; those of inference mode, which gradients refuse, are copied."""
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        batch = batch.clone() if batch.is_inference() else batch
+        return batch if device is None else batch.to(device)
     if isinstance(batch, dict):
         return {key: moved(value, device) for key, value in batch.items()}
     return tuple(moved(value, device) for value in batch) if isinstance(batch, tuple | list) else batch

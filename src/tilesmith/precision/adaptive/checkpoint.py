@@ -19,9 +19,10 @@ from tilesmith.precision.adaptive.config import (
     QuantizationMode,
 )
 from tilesmith.precision.adaptive.layer import PARTS, PackedLinear
-from tilesmith.precision.adaptive.layers import check_model, eligible, place, structure_of
+from tilesmith.precision.adaptive.layers import check_model, device_of, eligible, place, structure_of
 from tilesmith.precision.adaptive.module import Made, UltraPrecisionModule
 
+OP = "load_ultra_precision_module"
 FORMAT = "tilesmith packed 1"
 KINDS = {
     "base_precision": PrecisionFormat,
@@ -49,6 +50,7 @@ def save(packed: UltraPrecisionModule, path: str | os.PathLike) -> None:
     save_file(tensors, os.fspath(path), metadata={"tilesmith": json.dumps(said)})
 
 
+@torch.inference_mode(False)  # adapters could not be trained on tensors that are made in it
 def load_ultra_precision_module(
     model: nn.Module, path: str | os.PathLike, device: torch.device | None = None
 ) -> UltraPrecisionModule:
@@ -62,21 +64,20 @@ def load_ultra_precision_module(
         ImportError: safetensors is not installed. ValueError: the file is none of a packed model, or is of another
         architecture; what it lacks or has too much is named.
     """
-    check_model("load_ultra_precision_module", model)
+    check_model(OP, model)
+    device = device_of(OP, device)
     safe_open = _safetensors("safe_open")
-    with safe_open(os.fspath(path), framework="pt") as file:
-        said = _said(path, file.metadata())
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    tensors |= {name: tensors[source] for name, source in said["aliases"].items()}
-    linear, _ = eligible(model)
+    said, tensors = _read(safe_open, os.fspath(path))
+    linear, left = eligible(model)
     absent = sorted(set(said["layers"]) - set(linear))
     if absent:
         raise ValueError(
-            f"{path}: the model has no linear layer {absent[0]!r} that could be packed; {len(absent)} lack"
+            f"{path}: the model has no linear layer {absent[0]!r} that could be packed "
+            f"({left.get(absent[0], 'nothing linear has this name')}); {len(absent)} lack"
         )
-    place_on = next((p.device for p in model.parameters()), torch.device("cpu")) if device is None else device
+    place_on = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     tensors = {name: tensor.to(place_on) for name, tensor in tensors.items()}
-    work = structure_of(model, torch.device(place_on))
+    work = structure_of(model, place_on)
     work = place(work, {name: _layer(path, name, linear[name], rows, tensors) for name, rows in said["layers"].items()})
     wanted = set(work.state_dict())
     if wanted != set(tensors):
@@ -85,8 +86,7 @@ def load_ultra_precision_module(
             f"{path} is of another architecture: {', '.join(odd[:5])} on one side only ({len(odd)} in all)"
         )
     _take(path, work, tensors)
-    config = PrecisionConfig(**{n: KINDS[n](v) if n in KINDS else v for n, v in said["config"].items()})
-    return UltraPrecisionModule(work, config, Made(**said["made"])).train(model.training)
+    return UltraPrecisionModule(work, said["config"], said["made"])
 
 
 def _layer(path: Any, name: str, layer: nn.Linear, rows: int, tensors: dict[str, Tensor]) -> PackedLinear:
@@ -123,11 +123,34 @@ def _take(path: Any, work: nn.Module, tensors: dict[str, Tensor]) -> None:
                     table[name] = fresh[id(old)]
 
 
-def _said(path: Any, metadata: dict[str, str] | None) -> dict:
-    said = json.loads((metadata or {}).get("tilesmith", "{}"))
-    if said.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a packed model: its format is {said.get('format')!r}, known is {FORMAT!r}")
-    return said
+def _read(safe_open: Any, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a file says of the packed model, and its tensors. ValueError where it is none, or says what makes no
+    sense."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path}: there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as problem:  # safetensors' own, of which every version has another
+        raise ValueError(f"{path} is no safetensors file: {problem}") from problem
+    try:
+        said = json.loads((metadata or {}).get("tilesmith", "{}"))
+        format = said.get("format")
+    except (ValueError, AttributeError) as problem:
+        raise ValueError(f"{path} is not a packed model: what it says of itself cannot be read: {problem}") from problem
+    if format != FORMAT:
+        raise ValueError(f"{path} is not a packed model: its format is {format!r}, known is {FORMAT!r}")
+    try:
+        config = {n: KINDS[n](v) if n in KINDS else v for n, v in said["config"].items()}
+        said |= {"config": PrecisionConfig(**config), "made": Made(**said["made"])}
+        if not all(isinstance(rows, int) for rows in said["layers"].values()):
+            raise TypeError("layers must have numbers of rows")
+        tensors |= {name: tensors[source] for name, source in said["aliases"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        told = f"it lacks {problem}" if isinstance(problem, KeyError) else problem
+        raise ValueError(f"{path}: what the file says of its packed model is not whole: {told}") from problem
+    return said, tensors
 
 
 def _safetensors(name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +20,8 @@ WORDS_PER_BIT = TILE * GROUP // 32
 class PackedLinear(nn.Module):
     """y = x W^T + bias with a packed W; see `ops.dequant_linear` for the tensors, which are buffers of these names.
 
-    x: [..., in_features], float32, bfloat16 or float16; y has its dtype. The weight is frozen, x and bias get
-    gradients.
+    x, the argument `input`: [..., in_features], float32, bfloat16 or float16; y has its dtype. The weight is frozen, x
+    and bias get gradients.
     """
 
     def __init__(self, packed: dict[str, Tensor], out_features: int, bias: nn.Parameter | None):
@@ -30,8 +32,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = out_features, packed["order"].shape[1] * GROUP
         self.register_parameter("bias", bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = ops.dequant_linear(x, *(getattr(self, name) for name in PARTS), self.out_features)
+    def forward(self, input: Tensor) -> Tensor:  # by the name that `nn.Linear` has for it
+        y = ops.dequant_linear(input, *(getattr(self, name) for name in PARTS), self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def dequantized(self, dtype: str = "float32") -> Tensor:
@@ -57,6 +59,18 @@ class PackedLinear(nn.Module):
             if now.dtype != was.dtype:
                 setattr(self, name, was.to(now.device))
         return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """What makes no packed weight together with what is here is not loaded, and said."""
+        own = {name: getattr(self, name) for name in PARTS}
+        given = {name: state_dict.get(prefix + name, x) for name, x in own.items()}
+        if all(given[name].shape == x.shape and given[name].device.type != "meta" for name, x in own.items()):
+            try:
+                check_packed(given, self.out_features)
+            except ValueError as problem:
+                args[-1].append(f"{prefix.rstrip('.')}: {problem}")  # error_msgs
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         bits = 8 * self.packed_bytes() / (self.in_features * self.out_features)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tilesmith.engine.argument_checks import located
+from tilesmith.engine.random_state import random_numbers_kept
 from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
 from tilesmith.precision.adaptive.layer import misfit_of
 from tilesmith.precision.experts import stacked
-from tilesmith.rewrite import forms, original_class
+from tilesmith.rewrite import forms, observed, original_class
 
 _ALONE = {"BiasForm", "HeadForm"}  # what `optimize` makes of a linear layer by itself; packed, it needs neither
 
@@ -24,6 +28,16 @@ def check_model(op: str, model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type == "meta":
             raise ValueError(f"{op}: {name} is on meta; load the weights first")
+
+
+def device_of(op: str, device: Any) -> torch.device | None:
+    """A device that a packed model can be on, or None; ValueError for one that there is not, and for meta."""
+    if device is None:
+        return None
+    found = located(op, "device", device)
+    if found.type == "meta":
+        raise ValueError(f"{op}: device is meta, where weights have no values; pass a device that computes")
+    return found
 
 
 def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
@@ -47,6 +61,8 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
             left[name] = f"optimize computes it with others ({', '.join(joined)}); pack the model before optimize"
         elif "forward" in module.__dict__ or hasattr(module, "parametrizations"):
             left[name] = "its forward or its weight was replaced on the instance"
+        elif observed(module):
+            left[name] = "it has hooks, which nobody would call on a packed layer; remove them, or hook what holds it"
         elif adapter := reason_to_leave(name, wrappers):
             left[name] = adapter
         elif shared:
@@ -61,10 +77,11 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model, those with one storage once."""
+    """The parameters and buffers of a model, those of the same memory once."""
     found: dict[tuple, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        found.setdefault((tensor.device, tensor.untyped_storage().data_ptr(), tensor.numel()), tensor)
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()  # several may lie in one storage
+        found.setdefault((tensor.device, *place, tensor.numel()), tensor)
     return list(found.values())
 
 
@@ -90,6 +107,28 @@ def structure_of(model: nn.Module, device: torch.device | None) -> nn.Module:
         return copy.deepcopy(model).to(device)
     memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is run; afterwards its buffers, which the original shares, and the random numbers of its
+    devices are what they were."""
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in kept]
+    try:
+        with random_numbers_kept(t.device for t in tensors_of(model)):
+            yield
+    finally:
+        for (module, name, buffer, values), version in zip(kept, versions):
+            module._buffers[name] = buffer
+            if version is None or buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(values)
 
 
 def place(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.engine.argument_checks import located
 from tilesmith.precision.adaptive.calibration import Calibration, Loss, calibration_of, check_fit
 from tilesmith.precision.adaptive.choice import (
     Widths,
@@ -24,7 +23,16 @@ from tilesmith.precision.adaptive.choice import (
 )
 from tilesmith.precision.adaptive.config import AllocationStrategy, PrecisionConfig, QuantizationMode
 from tilesmith.precision.adaptive.layer import PackedLinear, pack_layer
-from tilesmith.precision.adaptive.layers import base_bytes, bytes_of, check_model, eligible, place, structure_of
+from tilesmith.precision.adaptive.layers import (
+    base_bytes,
+    bytes_of,
+    check_model,
+    device_of,
+    eligible,
+    place,
+    structure_of,
+    unchanged,
+)
 from tilesmith.precision.adaptive.sensitivity import Seen, observe
 from tilesmith.precision.adaptive.stats import LayerPrecision, PrecisionStats
 
@@ -43,6 +51,7 @@ class UltraPrecisionModule(nn.Module):
     def __init__(self, model: nn.Module, config: PrecisionConfig, made: Made):
         super().__init__()
         self.model, self.config, self._made = model, config, made
+        self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -96,6 +105,7 @@ class Made:
     shares: Mapping[str, float] = field(default_factory=dict)
 
 
+@torch.inference_mode(False)  # what is made in it could not be differentiated later
 def create_ultra_precision_module(
     model: nn.Module,
     config: PrecisionConfig | None = None,
@@ -120,18 +130,18 @@ def create_ultra_precision_module(
     Without calibration, or where the check fails, `get_precision_stats().fallback` says so.
 
     Returns:
-        The packed model, in the mode (train or eval) that `model` is in. Its weights are frozen.
+        The packed model, each module in the mode (train or eval) that it is in within `model`. Its weights are frozen.
 
     Raises:
         TypeError: an argument of another type. ValueError: no layer is eligible, a parameter is on meta, the target
-        cannot be reached, calibration is missing where the config needs it or does not fit the model. `model` is then
-        as it was.
+        cannot be reached, calibration is missing where the config needs it, does not fit the model or gets no gradients
+        through it. `model` is then as it was.
     """
     check_model(OP, model)
     if config is not None and not isinstance(config, PrecisionConfig):
         raise TypeError(f"{OP}: config must be a PrecisionConfig, got {type(config).__name__}")
     config = config or PrecisionConfig()
-    device = None if device is None else located(OP, "device", device)
+    device = device_of(OP, device)
     if any(isinstance(m, PackedLinear) for m in model.modules()):
         raise ValueError(f"{OP}: the model is packed already")
     if calibration is None and config.quantization_mode is QuantizationMode.STATIC:
@@ -141,28 +151,34 @@ def create_ultra_precision_module(
         raise ValueError(f"{OP}: loss_fn is of no use without calibration=")
     chosen, skipped = eligible(model)
     if not chosen:
-        reasons = (
-            "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(skipped.items())[:5]) or "it has none"
-        )
-        raise ValueError(f"{OP}: no linear layer is eligible ({reasons})")
+        raise ValueError(f"{OP}: no linear layer is eligible ({_reasons(skipped) or 'it has none'})")
     base, original = base_bytes(model, config.base_precision), bytes_of(model)
-    budget = _budget(model, chosen, config, base)
+    budget = _budget(model, chosen, skipped, config, base)
     work = structure_of(model, device)
     layers = {name: work.get_submodule(name) for name in chosen}
-    training = work.training
-    if given is not None:
-        check_fit(given, work.eval())
-    packer = _Packer(work, layers, config, given)
-    widths, made = packer.choose(budget)
+    modes = {name: module.training for name, module in work.named_modules()}
+    with unchanged(work.eval()):
+        if given is not None:
+            check_fit(given, work)
+        packer = _Packer(work, layers, config, given)
+        widths, made = packer.choose(budget)
     work = place(work, packer.packed(widths))
+    for name, training in modes.items():
+        work.get_submodule(name).training = training
     made = Made(base, original, skipped, **made)
     if made.fallback:
         log.warning("%s", made.fallback)
-    packed = UltraPrecisionModule(work, config, made).train(training)
+    packed = UltraPrecisionModule(work, config, made)
     return packed.to(device) if device is not None else packed
 
 
-def _budget(model: nn.Module, chosen: Mapping[str, nn.Linear], config: PrecisionConfig, base: int) -> int:
+def _reasons(skipped: Mapping[str, str]) -> str:
+    return "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(skipped.items())[:5])
+
+
+def _budget(
+    model: nn.Module, chosen: Mapping[str, nn.Linear], skipped: Mapping[str, str], config: PrecisionConfig, base: int
+) -> int:
     """Bytes for the packed weights. ValueError where the target leaves less than the narrowest width takes."""
     rest = bytes_of(model) - sum(layer.weight.nbytes for layer in chosen.values())
     budget = int((1 - config.target_memory_reduction) * base) - rest
@@ -173,7 +189,7 @@ def _budget(model: nn.Module, chosen: Mapping[str, nn.Linear], config: Precision
             f"{OP}: target_memory_reduction is {config.target_memory_reduction}, but at most {most:.3f} can be had: "
             f"what is not packed takes {rest} bytes, the packed layers at {config.widths[0]} bits {least}, and the "
             f"model in {config.base_precision.name} {base}. Lower the target or entropy_threshold, or cast the model "
-            "to 16 bits first"
+            "to 16 bits first" + (f". Of linear layers these stay: {_reasons(skipped)}" if skipped else "")
         )
     return budget
 

@@ -49,12 +49,17 @@ def observe(
 ) -> dict[str, Seen]:
     """What each layer sees while the model runs on the calibration batches.
 
-    The model's parameters and their gradients stay as they are. Raises ValueError where no gradient reaches a layer.
+    The model's parameters and their gradients stay as they are. Raises ValueError where the loss has no gradients.
     """
+    made = [name for name, layer in layers.items() if layer.weight.is_inference()]
+    if made:
+        raise ValueError(
+            f"calibration: {made[0]}.weight was made in inference mode, which takes no gradients; clone it"
+        )
     seen = {name: _nothing(layer, hessians) for name, layer in layers.items()}
     asked = {name: layer.weight.requires_grad for name, layer in layers.items()}
     calls: list[tuple[str, Tensor, Tensor]] = []
-    handles = [layer.register_forward_hook(_recorder(name, calls)) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(_recorder(name, calls), with_kwargs=True) for name, layer in layers.items()]
     generator = torch.Generator().manual_seed(0)
     try:
         for layer in layers.values():
@@ -62,6 +67,11 @@ def observe(
         for batch in calibration.batches:
             with torch.enable_grad():
                 total = calibration.objective(model, batch, generator)
+                if not total.requires_grad:
+                    raise ValueError(
+                        "calibration: the loss has no gradients, which show the weights that it notices: the model's "
+                        "forward, or loss_fn, runs in torch.no_grad or torch.inference_mode, or detaches"
+                    )
                 found = torch.autograd.grad(total, [out for _, _, out in calls], allow_unused=True)
             for (name, x, _), dy in zip(calls, found):
                 _add(seen[name], x, dy)
@@ -84,8 +94,10 @@ def _nothing(layer: nn.Linear, hessians: bool) -> Seen:
 
 
 def _recorder(name: str, calls: list):
-    def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
-        calls.append((name, args[0].detach(), out))
+    def hook(module: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
+        x = args[0] if args else kwargs["input"]
+        calls.append((name, x.detach(), out))
+        return out.clone()  # what writes into it, such as an activation in place, must leave `out` its gradient
 
     return hook
 

@@ -1,0 +1,119 @@
+"""Estimates of memory: models whose modules stand in two places, optimizers, arguments that contradict each other."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tilesmith
+from optimize_models import build
+from tilesmith import nn as tnn
+from tilesmith.engine.timing import peak_memory
+from tilesmith.hardware import HardwareAbstractionLayer
+from tilesmith.models.sizing.memory_estimate import traced_peak
+from tilesmith.models.sizing.probes import probe
+from tilesmith.models.sizing.sample_inputs import sample_of
+from tilesmith.precision import FP8Config, convert_model_to_fp8
+
+CPU = torch.device("cpu")
+
+
+def _layer():
+    return HardwareAbstractionLayer([CPU])
+
+
+def _shared():
+    layer = nn.Linear(16, 16)
+    return nn.Sequential(layer, nn.BatchNorm1d(16), nn.ReLU(), layer)
+
+
+def _scales():
+    """Gate and up of a gated MLP share the scales of their input and of their gradient."""
+    model = tilesmith.optimize(build("llama", attention="sdpa"))
+    return convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=1))
+
+
+@pytest.mark.parametrize("make", [_shared, _scales])
+@pytest.mark.parametrize("call", ["estimate", "batch"])
+def test_modules_that_stand_in_two_places_keep_their_tensors(make, call):
+    torch.manual_seed(0)
+    model = make().train()
+    tensors = [id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())]
+    if call == "estimate":
+        _layer().memory_estimate(model, 4)
+    else:
+        _layer().get_optimal_batch_size(model, max_batch_size=4)
+    assert [id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())] == tensors
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for _ in range(2):
+        sample_of(model).step(model, 2)
+        optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_fake_tensors_alone_meet_what_is_measured(name):
+    """Both hold the same of a step: no outputs but the loss, during the backward."""
+    torch.manual_seed(0)
+    model = build(name, attention="sdpa").train()
+    given = sample_of(model, tokens=32)
+    measured = probe(model, given, 4, backward=True, device=CPU).peak
+    assert traced_peak(model, given, 4, backward=True, device=CPU) == pytest.approx(measured, rel=0.07)
+
+
+def _wide(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adagrad, lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9)]
+)
+def test_an_optimizers_step_needs_memory_on_a_cpu_too(make, dtype):
+    """Here few rows leave more to the optimizer's step than to the backward."""
+    model = _wide(dtype)
+    estimate = _layer().memory_estimate(model, 2, optimizer=make)
+    trained = copy.deepcopy(model)
+    optimizer = make(trained.parameters())
+    sample_of(trained).step(trained, 2)
+    optimizer.step()
+    state = sum(x.nbytes for one in optimizer.state.values() for x in one.values() if isinstance(x, torch.Tensor))
+    assert estimate.optimizer_state == pytest.approx(state, rel=0.01)
+    measured = peak_memory(optimizer.step, CPU)
+    assert estimate.optimizer_step == pytest.approx(measured, rel=0.05, abs=64 * len(optimizer.state))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_an_optimizer_of_some_parameters_keeps_nothing_of_others(stepped):
+    model = _wide()
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    if stepped:
+        sample_of(model).step(model, 2)
+        optimizer.step()
+    expected = 2 * sum(p.nbytes for p in model[2].parameters())
+    found = _layer().memory_estimate(model, 2, optimizer=optimizer).optimizer_state
+    assert found == pytest.approx(expected, abs=8 * len(list(model[2].parameters())))
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_do_not_step_alone_are_named(make):
+    with pytest.raises(ValueError, match=f"a step of {make.__name__} on a small parameter raises.*optimizer=None"):
+        _layer().memory_estimate(_wide(), 2, optimizer=make)
+
+
+@pytest.mark.parametrize("call", ["memory_estimate", "estimate_memory_usage", "get_optimal_batch_size"])
+def test_a_length_beside_a_sample_is_refused(call):
+    model = tnn.Decoder(
+        tnn.DecoderConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
+    )
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    given = (model,) if call == "get_optimal_batch_size" else (model, 2)
+    with pytest.raises(ValueError, match="sequence_length is of no use beside sample="):
+        getattr(_layer(), call)(*given, sample=(ids, ids), sequence_length=4)
+
+
+def test_a_name_of_no_device():
+    with pytest.raises(ValueError, match="'gpu9' names no device"):
+        HardwareAbstractionLayer(["gpu9"])
