@@ -33,6 +33,7 @@ NAME = "tilesmith"
 _REPLACED = ("sdpa", "eager")
 # What some attention modules of transformers tell their function beside the mask, and ours would not hear.
 _UNSERVED = ("indices", "sinks")
+_PREPARE = "prepare_inputs_for_generation"
 OLDEST = "5.17"
 """The oldest transformers that is supported: the floor of the extra `hf` in pyproject.toml, as a test checks."""
 _PACKED = "under torch.compile, position_ids are taken to mean packed sequences; do not pass them otherwise"
@@ -183,7 +184,22 @@ class AttentionForm(Form):
                     return whole(self, *args, **kwargs)
             return _telling(whole, self, args, kwargs, positions)
 
-        return {"forward": forward}
+        return {"forward": forward, **form._preparing(base)}
+
+    def _preparing(self, base: type) -> dict[str, Any]:
+        """`generate` makes the masks of static caches before the forward, for the attention that is chosen then."""
+        form, whole = self, getattr(base, _PREPARE, None)
+        if whole is None:
+            return {}
+
+        @functools.wraps(whole)
+        def prepare(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("output_attentions"):
+                return whole(self, *args, **kwargs)
+            with form.chosen(self):
+                return whole(self, *args, **kwargs)
+
+        return {_PREPARE: prepare}
 
     def enter(self, module: nn.Module) -> None:
         _own_configuration(module)
