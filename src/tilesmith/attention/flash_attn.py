@@ -119,7 +119,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         how |= {
             "page_table": block_table,
-            "kv_lengths": _paged_lengths(name, cu_seqlens_q, cu_seqlens_k, k, block_table),
+            "kv_lengths": _paged_lengths(name, cu_seqlens_q, cu_seqlens_k, k, block_table, mask),
         }
         out, _ = ops.attention(query, k.transpose(1, 2), v.transpose(1, 2), mask, score, **how)
     else:
@@ -128,7 +128,7 @@ def flash_attn_varlen_func(
     return out[0].transpose(0, 1)
 
 
-def _paged_lengths(name: str, starts_q: Tensor, starts_k: Tensor, k: Tensor, block_table: Tensor) -> Tensor:
+def _paged_lengths(name: str, starts_q: Tensor, starts_k: Tensor, k: Tensor, block_table: Tensor, mask: Mask) -> Tensor:
     """int32 [N]: the keys of each sequence, or an error where `block_table` has not their pages."""
     sequences = starts_q.shape[0] - 1
     tensor(name, "block_table", block_table, ("N", "pages"))
@@ -146,7 +146,33 @@ def _paged_lengths(name: str, starts_q: Tensor, starts_k: Tensor, k: Tensor, blo
             f"{name}: cu_seqlens_k tells of a sequence of {longest} keys; block_table has {block_table.shape[1]} pages "
             f"of {k.shape[1]} for each: give it more pages"
         )
+    if readable(lengths) and readable(starts_q):
+        check_pages(
+            name, block_table, k, first_slots(lengths.tolist(), starts_q.diff().tolist(), mask), lengths.tolist()
+        )
     return lengths
+
+
+def first_slots(lengths: list[int], queries: list[int], mask: Mask) -> list[int]:
+    """The first slot of each sequence that a query of it may see."""
+    left = -1 if mask.window is None else mask.window[0]
+    return [0 if left < 0 else max(0, n - t - left) for n, t in zip(lengths, queries, strict=True)]
+
+
+def check_pages(name: str, block_table: Tensor, cache: Tensor, first: list[int], behind: list[int]) -> None:
+    """ValueError unless the pages of slots `first` to before `behind` of each row are pages of the cache
+    [num_pages, page_size, ...]; where `readable`."""
+    if not readable(block_table):
+        return
+    pages, size = cache.shape[:2]
+    for row, (entries, start, end) in enumerate(zip(block_table.tolist(), first, behind, strict=True)):
+        used = entries[start // size : -(-end // size)] if end > start else []
+        wrong = next((entry for entry in used if not 0 <= entry < pages), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{name}: block_table holds {wrong} for slots {start} to {end - 1} of row {row}; the cache has pages 0 "
+                f"to {pages - 1}: give each slot that is used one of them"
+            )
 
 
 def check_slopes(name: str, slopes: Tensor | None, q: Tensor, rows: int, heads: int) -> None:
