@@ -24,6 +24,7 @@ from tilesmith import ops
 from tilesmith.models.attention.masks import TOLD, KeyMask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
 from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
+from tilesmith.models.attention.turns import Turns
 from tilesmith.models.checkpoints import repeated_within
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
@@ -34,6 +35,7 @@ _REPLACED = ("sdpa", "eager")
 # What some attention modules of transformers tell their function beside the mask, and ours would not hear.
 _UNSERVED = ("indices", "sinks")
 _PREPARE = "prepare_inputs_for_generation"
+_TURNS = "_tilesmith_turns"  # attribute of a model: its `Turns`
 OLDEST = "5.17"
 """The oldest transformers that is supported: the floor of the extra `hf` in pyproject.toml, as a test checks."""
 _PACKED = "under torch.compile, position_ids are taken to mean packed sequences; do not pass them otherwise"
@@ -182,7 +184,10 @@ class AttentionForm(Form):
                 entered = functools.partial(form.chosen, self)
                 with entered(), repeated_within(self, entered):  # nobody else has the weights
                     return whole(self, *args, **kwargs)
-            return _telling(whole, self, args, kwargs, positions)
+            if torch.compiler.is_compiling():
+                return _telling(whole, self, args, kwargs, positions)
+            with _turns(self).shared():
+                return whole(self, *args, **kwargs)
 
         return {"forward": forward, **form._preparing(base)}
 
@@ -206,25 +211,35 @@ class AttentionForm(Form):
         module.set_attn_implementation(NAME)
 
     def leave(self, module: nn.Module) -> None:
-        for config, implementation in self._ours(module):
+        module.__dict__.pop(_TURNS, None)
+        self._take_back(self._ours(module))
+
+    @staticmethod
+    def _take_back(ours: list[tuple[Any, str | None]]) -> None:
+        for config, implementation in ours:
             config._attn_implementation_internal = implementation
 
     @contextlib.contextmanager
     def chosen(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the model's attention is what it was before."""
-        ours = self._ours(module)
-        try:
-            self.leave(module)
-            yield
-        finally:
-            for config, _ in ours:
-                config._attn_implementation_internal = NAME
+        """Inside, the model's attention is what it was before, and no other thread runs the model."""
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else _turns(module).alone():
+            ours = self._ours(module)
+            try:
+                self._take_back(ours)
+                yield
+            finally:
+                for config, _ in ours:
+                    config._attn_implementation_internal = NAME
 
     def _ours(self, module: nn.Module) -> list[tuple[Any, str | None]]:
         """The configurations that still ask for our attention, and what they asked for before."""
         there = dict(module.named_modules())  # some may be gone
         known = [(there[fqn].config, implementation) for fqn, implementation in self.before if fqn in there]
         return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
+
+
+def _turns(model: nn.Module) -> Turns:
+    return model.__dict__.get(_TURNS) or model.__dict__.setdefault(_TURNS, Turns())
 
 
 @dataclass(frozen=True)
