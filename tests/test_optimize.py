@@ -332,12 +332,12 @@ def test_weights_asked_in_one_thread_change_nothing_in_another(family, first_ask
     )
 
     def meet(*_):
-        """The first goes on when the second is inside, the second when the first is done; neither where it cannot be."""
+        """The first goes on when the second is inside, the second when the first is done; each after a while."""
         inside[thread.name].set()
         (done if thread.name == "second" else inside["second"]).wait(0.5)
 
-    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    layers[0].register_forward_pre_hook(meet)
+    projection = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
+    projection.register_forward_pre_hook(meet)
 
     def run(name, asks):
         thread.name = name
