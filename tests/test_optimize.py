@@ -399,3 +399,32 @@ def test_forwards_that_are_alone_wait_for_others_and_nest():
         assert all(one.result(timeout=5) for one in [pool.submit(upgraded, gate) for _ in range(2)])
         with turns.shared():
             pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_continuous_batching(attention):
+    """transformers lets no attention serve it that it does not know by name."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this version of transformers has no such configuration")
+    small = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=32)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    model = build("llama", attention=attention).eval()
+    prompts = [batch("llama", None, length)["input_ids"][0].tolist() for length in (3, 9, 1)]
+
+    def generated(persistent=False):
+        found = model.generate_batch(
+            prompts, transformers.GenerationConfig(**options), small, persistent_manager=persistent
+        )
+        return [found[key].generated_tokens for key in sorted(found, key=lambda key: int(key.split("_")[1]))]
+
+    wanted = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
+    optimize(model)
+    for persistent in (True, True, False):
+        assert generated(persistent) == wanted
+        assert model.config._attn_implementation == "tilesmith"
+    manager = model.init_continuous_batching(transformers.GenerationConfig(**options), small)
+    assert undo(model).config._attn_implementation != "tilesmith"
+    manager.stop()
+    assert model.config._attn_implementation == attention
+    assert generated() == wanted

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.models.attention.continuous import batching
 from tilesmith.models.attention.masks import TOLD, KeyMask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
 from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
@@ -189,7 +190,23 @@ class AttentionForm(Form):
             with _turns(self).shared():
                 return whole(self, *args, **kwargs)
 
-        return {"forward": forward, **form._preparing(base)}
+        return {"forward": forward, **form._preparing(base), **batching(base, form._released)}
+
+    def _released(self, module: nn.Module) -> Callable[[], None]:
+        """Give the model's configurations what they asked for before; the result makes them ask for ours again, if the
+        model is still optimised then and they were given back so."""
+        with _turns(module).alone():
+            ours = self._ours(module)
+            self._take_back(ours)
+
+        def restore() -> None:
+            if any(isinstance(form, AttentionForm) for form in forms(module)):
+                with _turns(module).alone():
+                    for config, implementation in ours:
+                        if config._attn_implementation == implementation:
+                            config._attn_implementation_internal = NAME
+
+        return restore
 
     def _preparing(self, base: type) -> dict[str, Any]:
         """`generate` makes the masks of static caches before the forward, for the attention that is chosen then."""
