@@ -424,7 +424,8 @@ def test_continuous_batching(attention):
         assert generated(persistent) == wanted
         assert model.config._attn_implementation == "tilesmith"
     manager = model.init_continuous_batching(transformers.GenerationConfig(**options), small)
+    manager.start()
     assert undo(model).config._attn_implementation != "tilesmith"
-    manager.stop()
+    manager.stop(block=True)
     assert model.config._attn_implementation == attention
     assert generated() == wanted
