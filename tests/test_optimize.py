@@ -114,6 +114,31 @@ def test_attention_weights_are_there_where_asked_for(family):
     assert calls["attention"] > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart", "t5"])
+def test_attention_weights_of_a_model_within_a_model(family):
+    """Other libraries call the model below the head, `generate` calls encoders."""
+    model, inputs = build(family).eval(), batch(family)
+    inputs.pop("labels")
+
+    def asked():
+        inner = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+        with torch.no_grad():
+            found = inner(**inputs, output_attentions=True).attentions
+            if model.config.is_encoder_decoder:
+                options = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+                found += model.generate(**inputs, **options, do_sample=False).encoder_attentions
+        return found
+
+    wanted = asked()
+    optimize(model, only="attention")
+    found = asked()
+    assert len(found) == len(wanted) and all(torch.equal(f, w) for f, w in zip(found, wanted))
+    assert model.config._attn_implementation == "tilesmith"
+    assert all(torch.equal(f, w) for f, w in zip(contextvars.Context().run(asked), wanted))
+    undo(model)
+    assert all(torch.equal(f, w) for f, w in zip(asked(), wanted))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_attention_weights_have_their_gradient_under_checkpointing(reentrant):
     def gradients(model):
