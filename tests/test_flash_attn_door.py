@@ -216,7 +216,7 @@ def test_bad_arguments_are_named(function, changes, error, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"block_table": torch.zeros(1, 1).int()}, ValueError, "block_table must be None.*flash_attn_with_kvcache"),
+        ({"block_table": torch.zeros(1, 1).int()}, ValueError, r"k must be \[pages, page_size, heads, D\], got"),
         ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a tensor, got None"),
         ({"cu_seqlens_k": torch.zeros(2, 2).int()}, ValueError, r"cu_seqlens_k must be \[N \+ 1\], got \[2, 2\]"),
         ({"cu_seqlens_k": torch.tensor([0, 5], device=DEVICE)}, TypeError, "cu_seqlens_k"),
@@ -231,3 +231,64 @@ def test_bad_arguments_of_packed_sequences_are_named(changes, error, message):
     given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}
     with pytest.raises(error, match=f"^flash_attn_varlen_func: {message}"):
         flash_attn_varlen_func(**{"q": q, "k": k, "v": v, **given, **changes})
+
+
+def _paged(k, lengths, page, pages, seed):
+    """Keys [tokens, G, D] of sequences as pages in any order, [n, page, G, D], and their table, -1 behind the last."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(lengths) * pages + 1, generator=generator).int()
+    table = order[:-1].view(len(lengths), pages).clone()
+    cache = torch.full((len(order), page, *k.shape[1:]), float("nan"), device=DEVICE)
+    for row, x in zip(table, k.split(lengths), strict=True):
+        used = -(-len(x) // page)
+        row[used:] = -1
+        for slot, one in enumerate(x):
+            cache[row[slot // page], slot % page] = one
+    return cache, table.to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"causal": True}, {"window_size": (3, 1), "softcap": 2.0}, {"causal": True, "alibi_slopes": _slopes(3, 4)}],
+)
+def test_packed_queries_read_keys_in_pages(more):
+    """As the same sequences without pages: of no length, and longer than their queries."""
+    queries, lengths = [3, 1, 4], [9, 0, 4]
+    q, k, v = (x.detach()[0] for x in _inputs(sum(queries), sum(lengths), value_dim=24))
+    starts = [torch.tensor([0, *n], device=DEVICE).cumsum(0).int() for n in (queries, lengths)]
+    wanted_q, paged_q = (q.clone().requires_grad_() for _ in range(2))
+    wanted = flash_attn_varlen_func(wanted_q, k, v, *starts, 4, 9, **more)
+    (keys, table), (values, _) = (_paged(x, lengths, 4, 3, seed=2) for x in (k, v))
+    found = flash_attn_varlen_func(paged_q, keys, values, *starts, 4, 9, **more, block_table=table)
+    torch.testing.assert_close(found, wanted)
+    dout = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    wanted.backward(dout)
+    found.backward(dout)
+    torch.testing.assert_close(paged_q.grad, wanted_q.grad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"block_table": [[0]]}, TypeError, "block_table must be a tensor, got list"),
+        ({"block_table": torch.zeros(2, 1).int()}, ValueError, r"block_table must be \[1, 1\], got \[2, 1\]"),
+        ({"block_table": torch.zeros(1, 1).long()}, TypeError, "block_table has dtype torch.int64; it must be int32"),
+        ({"cu_seqlens_k": torch.tensor([0, 5, 5]).int()}, ValueError, r"cu_seqlens_k must be \[2\], got \[3\]"),
+        (
+            {"cu_seqlens_k": torch.tensor([0, 9]).int()},
+            ValueError,
+            "cu_seqlens_k tells of a sequence of 9 keys.* pages",
+        ),
+        (
+            {"cu_seqlens_k": torch.tensor([1, 5]).int()},
+            ValueError,
+            r"cu_seqlens_k holds \[1, 5\]; it must ascend from 0",
+        ),
+    ],
+)
+def test_pages_that_do_not_fit_packed_queries_are_refused(changes, error, message):
+    q, k, v = torch.randn(3, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
+    starts = torch.tensor([0, 3]).int()
+    given = {"cu_seqlens_q": starts, "cu_seqlens_k": torch.tensor([0, 5]).int(), "max_seqlen_q": 3, "max_seqlen_k": 5}
+    with pytest.raises(error, match=f"^flash_attn_varlen_func: {message}"):
+        flash_attn_varlen_func(q, k, v, **{**given, "block_table": torch.zeros(1, 1).int(), **changes})

@@ -250,6 +250,23 @@ def test_any_other_use_computes_the_scores(use_of_it):
     torch.testing.assert_close(found, use_of_it(torch.matmul(q, k.mT)))
 
 
+@pytest.mark.parametrize("read", [lambda s: s.amax(-1), lambda s: s.softmax(-1) - 1, lambda s: s + s.bool()])
+def test_scores_that_were_written_in_place_are_computed(read):
+    """They were made of themselves: to read them never ended."""
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 7, 8)
+
+    def used(s):
+        twice = s * 2
+        s /= 8**0.5
+        s += torch.arange(7.0).double()
+        hidden = s.masked_fill_(torch.arange(7) > 4, -1e9)
+        return read(hidden), twice - 1, s.dtype
+
+    wanted, found = (used(s) for s in (torch.matmul(q, k.mT), scores(nn.Identity(), q, k.mT)))
+    torch.testing.assert_close(found[:2], wanted[:2])
+    assert found[2] is wanted[2]
+
+
 def test_shared_queries_and_values_of_other_width():
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(2, 1, 6, 8), torch.randn(2, 1, 6, 8)
     with Calls() as seen:

@@ -142,13 +142,33 @@ def test_bad_arguments_are_named_and_nothing_is_written(changes, error, message)
         ({"cache_batch_idx": [0, 2]}, "cache_batch_idx holds 2; the cache has rows 0 to 1"),
         ({"cache_batch_idx": [-1, 0]}, "cache_batch_idx holds -1"),
         ({"block_table": [[0], [1]], "cache_seqlens": [0, 6]}, "cache_seqlens holds 6; a row of the cache has 6 slots"),
+        ({"block_table": [[0], [2]]}, "block_table holds 2 for slots 0 to 3 of row 1; the cache has pages 0 to 1"),
+        ({"block_table": [[-1], [0]]}, "block_table holds -1 for slots 0 to 3 of row 0"),
+        ({"block_table": [[0, 1], [1, -1]], "cache_seqlens": [6, 6]}, "block_table holds -1 for slots 0 to 6 of row 1"),
+        (
+            {"rotary_cos": torch.ones(3, 2), "rotary_sin": torch.ones(3, 2)},
+            "rotary_cos has 3 positions; slots up to 3 are rotated: give at least 4",
+        ),
     ],
 )
 def test_places_that_the_cache_does_not_have_are_refused_where_the_host_can_read_them(changes, message):
     given = {"q": torch.randn(2, 1, 4, 8), "k_cache": torch.zeros(2, 6, 2, 8), "v_cache": torch.zeros(2, 6, 2, 8)}
     given |= {"k": torch.ones(2, 1, 2, 8), "v": torch.ones(2, 1, 2, 8), "cache_seqlens": 3}
-    given |= {name: torch.tensor(values, dtype=torch.int32) for name, values in changes.items()}
+    given |= {n: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for n, x in changes.items()}
     with pytest.raises(ValueError, match=message):
         flash_attn_with_kvcache(**given)
     assert not given["k_cache"].any()
     assert not given["v_cache"].any()
+
+
+@pytest.mark.parametrize(("left", "pads"), [(2, None), (-1, (5, 8))])
+def test_pages_that_no_query_sees_may_be_gone(left, pads):
+    """A scheduler that frees pages behind a window, or of padding, writes -1 in their place."""
+    q, k_cache, v_cache = torch.randn(2, 2, 4, 8), torch.randn(4, 4, 2, 8), torch.randn(4, 4, 2, 8)
+    more = {"cache_seqlens": _ints(8, 11).cpu(), "window_size": (left, 0), "causal": True}
+    more |= {} if pads is None else {"cache_leftpad": torch.tensor(pads, dtype=torch.int32)}
+    tables = [torch.tensor([[a, 0, -1], [b, 3, 2]], dtype=torch.int32) for a, b in ((1, 1), (-1, -1))]
+    wanted, found = (flash_attn_with_kvcache(q, k_cache, v_cache, block_table=table, **more) for table in tables)
+    assert torch.equal(found, wanted)
+    with pytest.raises(ValueError, match="block_table holds -1 for slots 0 to 7 of row 0"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, block_table=tables[1], cache_seqlens=more["cache_seqlens"])

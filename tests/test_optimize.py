@@ -1,10 +1,14 @@
 """`optimize` among what surrounds a model: losses, accelerate, adapters, sharding, saving; nothing else changed."""
 
+import contextvars
 import copy
 import functools
 import importlib
 import inspect
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,6 +30,7 @@ from tilesmith import rewrite
 from tilesmith.attention.fusion import create_unified_attention_fusion
 from tilesmith.models import optimize, undo
 from tilesmith.models.attention.interface import attention_forward
+from tilesmith.models.attention.turns import Turns
 from tilesmith.models.layers.logits import LazyLogits
 
 
@@ -107,6 +112,31 @@ def test_attention_weights_are_there_where_asked_for(family):
     with Calls() as calls:
         train(model, inputs)
     assert calls["attention"] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart", "t5"])
+def test_attention_weights_of_a_model_within_a_model(family):
+    """Other libraries call the model below the head, `generate` calls encoders."""
+    model, inputs = build(family).eval(), batch(family)
+    inputs.pop("labels")
+
+    def asked():
+        inner = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+        with torch.no_grad():
+            found = inner(**inputs, output_attentions=True).attentions
+            if model.config.is_encoder_decoder:
+                options = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+                found += model.generate(**inputs, **options, do_sample=False).encoder_attentions
+        return found
+
+    wanted = asked()
+    optimize(model, only="attention")
+    found = asked()
+    assert len(found) == len(wanted) and all(torch.equal(f, w) for f, w in zip(found, wanted))
+    assert model.config._attn_implementation == "tilesmith"
+    assert all(torch.equal(f, w) for f, w in zip(contextvars.Context().run(asked), wanted))
+    undo(model)
+    assert all(torch.equal(f, w) for f, w in zip(asked(), wanted))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -311,3 +341,116 @@ def test_big_models_are_probed_without_their_weights():
     optimize(model, strict=True)
     assert len(model.tilesmith_report.replaced) == 3 + 4 * 6 + 1
     assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(("family", "first_asks"), [("llama", False), ("llama", True), ("gpt_neo", True)])
+def test_weights_asked_in_one_thread_change_nothing_in_another(family, first_asks):
+    """Attention was taken back for all threads, and made ours for all again: who was inside went without masks, or
+    without weights."""
+    model, ids = (build if family in FAMILIES else _gpt_neo)(family).eval(), batch("llama", padded=None)["input_ids"]
+    wanted = model(ids, output_attentions=True)
+    optimize(model)
+    inside, done, thread = (
+        {name: threading.Event() for name in ("first", "second")},
+        threading.Event(),
+        threading.local(),
+    )
+
+    def meet(*_):
+        """The first goes on when the second is inside, the second when the first is done; each after a while."""
+        inside[thread.name].set()
+        (done if thread.name == "second" else inside["second"]).wait(0.5)
+
+    projection = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
+    projection.register_forward_pre_hook(meet)
+
+    def run(name, asks):
+        thread.name = name
+        if name == "second":
+            inside["first"].wait(5)
+        out = model(ids, output_attentions=asks)
+        done.set()
+        return out
+
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        asks = {"first": first_asks, "second": True}
+        runs = {name: pool.submit(contextvars.copy_context().run, run, name, asks[name]) for name in asks}
+        found = {name: one.result(timeout=30) for name, one in runs.items()}
+    for name, out in found.items():
+        torch.testing.assert_close(out.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+        if asks[name]:
+            torch.testing.assert_close(out.attentions, wanted.attentions)
+    assert not [name for module in undo(model).modules() for name in vars(module) if "tilesmith" in name]
+
+
+def _gpt_neo(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128, "max_position_embeddings": 64}
+    sizes |= {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+    torch.manual_seed(0)
+    return transformers.GPTNeoForCausalLM._from_config(transformers.GPTNeoConfig(**sizes), attn_implementation="eager")
+
+
+def test_forwards_that_are_alone_wait_for_others_and_nest():
+    turns, order = Turns(), []
+    entered, leave = threading.Event(), threading.Event()
+
+    def within():
+        with turns.shared(), turns.shared():
+            entered.set()
+            leave.wait(5)
+            order.append("shared")
+
+    def alone():
+        entered.wait(5)
+        with turns.alone(), turns.alone(), turns.shared():
+            order.append("alone")
+
+    def upgraded(gate):
+        with turns.shared():
+            gate.wait(5)
+            with turns.alone():
+                return True
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(within), pool.submit(alone)]
+        time.sleep(0.05)
+        assert order == []
+        leave.set()
+        for one in runs:
+            one.result(timeout=5)
+        assert order == ["shared", "alone"]
+        gate = threading.Barrier(2)  # both are inside before either wants to be alone
+        assert all(one.result(timeout=5) for one in [pool.submit(upgraded, gate) for _ in range(2)])
+        with turns.shared():
+            pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_continuous_batching(attention):
+    """transformers lets no attention serve it that it does not know by name."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this version of transformers has no such configuration")
+    small = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=32)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
+    model = build("llama", attention=attention).eval()
+    prompts = [batch("llama", None, length)["input_ids"][0].tolist() for length in (3, 9, 1)]
+
+    def generated(persistent=False):
+        found = model.generate_batch(
+            prompts, transformers.GenerationConfig(**options), small, persistent_manager=persistent
+        )
+        return [found[key].generated_tokens for key in sorted(found, key=lambda key: int(key.split("_")[1]))]
+
+    wanted = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
+    optimize(model)
+    for persistent in (True, True, False):
+        assert generated(persistent) == wanted
+        assert model.config._attn_implementation == "tilesmith"
+    manager = model.init_continuous_batching(transformers.GenerationConfig(**options), small)
+    manager.start()
+    assert undo(model).config._attn_implementation != "tilesmith"
+    manager.stop(block=True)
+    assert model.config._attn_implementation == attention
+    assert generated() == wanted

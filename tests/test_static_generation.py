@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
+
 import pytest
 import torch
 
@@ -54,3 +57,21 @@ def test_a_static_cache_without_compiling():
     found = _generated(model, cache_implementation="static", disable_compile=True)
     assert torch.equal(found.sequences, wanted.sequences)
     torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_attention_weights_with_a_static_cache(family, pinned):
+    """transformers makes the masks of a static cache before the forward that is asked for weights."""
+    model = build(family).eval()
+    options = {"cache_implementation": "static", "disable_compile": True, "output_attentions": True}
+    wanted = _generated(model, **options)
+    tilesmith.optimize(model)
+    run = functools.partial(_generated, model, **options)
+    found = run() if pinned else contextvars.Context().run(run)
+    assert torch.equal(found.sequences, wanted.sequences)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+    for step, (ours, theirs) in enumerate(zip(found.attentions, wanted.attentions, strict=True)):
+        for f, w in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(f, w, rtol=1e-4, atol=1e-5, msg=lambda told, step=step: f"step {step}: {told}")
+    assert model.config._attn_implementation == "tilesmith"

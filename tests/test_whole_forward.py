@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import tilesmith
 from optimize_models import batch, build, ops_everywhere  # noqa: F401
 from test_graphs import Operators, Repeater, _recorder  # noqa: F401
 from tilesmith.models import graphs, whole_forward
+from tilesmith.models.attention import masks
 from tilesmith.models.attention.masks import KeyMask, unpacked_positions
 from tilesmith.models.recorded_calls import Foreign
 from tilesmith.rewrite import forms
@@ -442,3 +445,25 @@ def test_masks_of_a_recorded_call_are_not_of_packed_sequences(monkeypatch):
         assert mask() is None
         padded = mask(attention_mask=batch("llama")["attention_mask"])
     torch.testing.assert_close(padded.tensor(), mask(attention_mask=batch("llama")["attention_mask"]).tensor())
+
+
+def test_what_is_told_of_masks_is_told_to_one_thread():
+    """Another thread, which records nothing, has masks and positions of its own."""
+    from transformers import masking_utils
+
+    model, given = tilesmith.optimize(_frozen(attention="sdpa"), only="attention"), batch("llama", "left")
+    packed = torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
+
+    def mask(**more):
+        inputs = {"inputs_embeds": torch.zeros(2, 12, 64), "cache": None, "attention_mask": None, **more}
+        return masking_utils.create_causal_mask(config=model.config, **inputs)
+
+    def elsewhere(**more):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(contextvars.copy_context().run, lambda: mask(**more)).result().tensor()
+
+    wanted = [mask(position_ids=packed).tensor(), mask(attention_mask=given["attention_mask"]).tensor()]
+    full = masks.Padding(given["attention_mask"].shape, True, False)
+    with unpacked_positions(), masks.unread_masks(full):
+        assert torch.equal(elsewhere(position_ids=packed), wanted[0])
+        assert torch.equal(elsewhere(attention_mask=given["attention_mask"]), wanted[1])

@@ -17,8 +17,10 @@ from tilesmith.engine.argument_checks import (
     flag,
     floating,
     number,
+    packed,
     positive,
     probability,
+    readable,
     shaped,
     size,
     tensor,
@@ -90,18 +92,20 @@ def flash_attn_varlen_func(
     """Attention of N sequences that lie one after another, [tokens, H, Dv] in q's dtype: flash-attn's function of this
     name. Differentiable.
 
-    q: [tokens of all sequences, H, D]. k, v: [keys of all sequences, G, D] and [..., G, Dv].
+    q: [tokens of all sequences, H, D]. k, v: [keys of all sequences, G, D] and [..., G, Dv], or with `block_table` the
+        pages of a cache, [num_pages, page_size, G, D] and [num_pages, page_size, G, Dv].
     cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where each sequence begins, then the number of tokens, of keys.
     max_seqlen_q, max_seqlen_k: the longest sequence, which an int on the host tells; 0 if unknown.
-    alibi_slopes: fp32 [H] or [N, H]. block_table: must be None; `flash_attn_with_kvcache` serves a paged cache.
+    alibi_slopes: fp32 [H] or [N, H].
+    block_table: int32 [N, pages], the pages of each sequence in order; those behind its last key are not read, whatever
+        their entries are. cu_seqlens_k then says by differences how many keys each sequence has.
 
     Everything else is as in `flash_attn_func`; the last query of a sequence and its last key have one position.
     """
     name = "flash_attn_varlen_func"
-    for which, x in (("q", q), ("k", k), ("v", v)):
-        tensor(name, which, x, ("tokens", "heads", "D"))
-    if block_table is not None:
-        raise ValueError(f"{name}: block_table must be None; attend to a paged cache by flash_attn_with_kvcache")
+    keys = ("tokens", "heads", "D") if block_table is None else ("pages", "page_size", "heads", "D")
+    for which, x, dims in (("q", q, ("tokens", "heads", "D")), ("k", k, keys), ("v", v, keys)):
+        tensor(name, which, x, dims)
     for which, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         tensor(name, which, cu, ("N + 1",))
     for which, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
@@ -110,10 +114,65 @@ def flash_attn_varlen_func(
     sequences = max(cu_seqlens_q.shape[0] - 1, 0)
     check_slopes(name, alibi_slopes, q, sequences, q.shape[1])
     mask, score = Mask(causal, sides(name, window_size)), Score(softmax_scale, softcap, alibi_slopes)
-    how |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    how |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    out, _ = ops.attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask, score, **how)
+    how |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    query = q.transpose(0, 1)[None]
+    if block_table is not None:
+        how |= {
+            "page_table": block_table,
+            "kv_lengths": _paged_lengths(name, cu_seqlens_q, cu_seqlens_k, k, block_table, mask),
+        }
+        out, _ = ops.attention(query, k.transpose(1, 2), v.transpose(1, 2), mask, score, **how)
+    else:
+        how |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+        out, _ = ops.attention(query, k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, score, **how)
     return out[0].transpose(0, 1)
+
+
+def _paged_lengths(name: str, starts_q: Tensor, starts_k: Tensor, k: Tensor, block_table: Tensor, mask: Mask) -> Tensor:
+    """int32 [N]: the keys of each sequence, or an error where `block_table` has not their pages."""
+    sequences = starts_q.shape[0] - 1
+    tensor(name, "block_table", block_table, ("N", "pages"))
+    shaped(name, "block_table", block_table, (sequences, block_table.shape[1]), device=k.device)
+    shaped(name, "cu_seqlens_k", starts_k, (sequences + 1,), device=k.device)
+    for which, x in (("block_table", block_table), ("cu_seqlens_k", starts_k)):
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name}: {which} has dtype {x.dtype}; it must be int32")
+    packed(f"{name}: cu_seqlens_k", starts_k)
+    lengths = starts_k.diff()
+    room = block_table.shape[1] * k.shape[1]
+    longest = max(lengths.tolist(), default=0) if readable(lengths) else 0
+    if longest > room:
+        raise ValueError(
+            f"{name}: cu_seqlens_k tells of a sequence of {longest} keys; block_table has {block_table.shape[1]} pages "
+            f"of {k.shape[1]} for each: give it more pages"
+        )
+    if readable(lengths) and readable(starts_q):
+        check_pages(
+            name, block_table, k, first_slots(lengths.tolist(), starts_q.diff().tolist(), mask), lengths.tolist()
+        )
+    return lengths
+
+
+def first_slots(lengths: list[int], queries: list[int], mask: Mask) -> list[int]:
+    """The first slot of each sequence that a query of it may see."""
+    left = -1 if mask.window is None else mask.window[0]
+    return [0 if left < 0 else max(0, n - t - left) for n, t in zip(lengths, queries, strict=True)]
+
+
+def check_pages(name: str, block_table: Tensor, cache: Tensor, first: list[int], behind: list[int]) -> None:
+    """ValueError unless the pages of slots `first` to before `behind` of each row are pages of the cache
+    [num_pages, page_size, ...]; where `readable`."""
+    if not readable(block_table):
+        return
+    pages, size = cache.shape[:2]
+    for row, (entries, start, end) in enumerate(zip(block_table.tolist(), first, behind, strict=True)):
+        used = entries[start // size : -(-end // size)] if end > start else []
+        wrong = next((entry for entry in used if not 0 <= entry < pages), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{name}: block_table holds {wrong} for slots {start} to {end - 1} of row {row}; the cache has pages 0 "
+                f"to {pages - 1}: give each slot that is used one of them"
+            )
 
 
 def check_slopes(name: str, slopes: Tensor | None, q: Tensor, rows: int, heads: int) -> None:

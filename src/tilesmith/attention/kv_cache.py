@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.attention.flash_attn import UNLIMITED, check_slopes, sides
+from tilesmith.attention.flash_attn import UNLIMITED, check_pages, check_slopes, first_slots, sides
 from tilesmith.engine.argument_checks import flag, number, positive, readable, tensor
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import attention_op
@@ -60,9 +60,10 @@ def flash_attn_with_kvcache(
     key gives 0 and -inf. No gradient reaches k and v, which are written.
 
     Raises ValueError and TypeError, naming the argument, before anything is written: also for cache_seqlens that the
-    cache does not have or that leave no room for the new keys, and a cache_batch_idx that is no row of it, where the
-    host can read them, in an int and in tensors on a CPU. Elsewhere what is written beyond the cache is dropped, and
-    such a row may give anything. Tensors are checked by the two ops that serve the call, whose names and layouts
+    cache does not have or that leave no room for the new keys, a cache_batch_idx that is no row of it, a block_table
+    with other numbers than its pages where slots are used, and tables of angles that end too early, where the host can
+    read them, in an int and in tensors on a CPU. Elsewhere what is written beyond the cache is dropped, and such a row
+    may give anything. Tensors are checked by the two ops that serve the call, whose names and layouts
     ([B, heads, tokens, D]) errors about shapes then have: `kv_cache_append` and `attention`.
     """
     _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table, num_splits)
@@ -84,19 +85,21 @@ def flash_attn_with_kvcache(
                 "cache_batch_idx"
             )
         k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
-    _check_contents(cache_seqlens, cache_batch_idx, k_cache, block_table, 0 if k is None else k.shape[1])
+    new = 0 if k is None else k.shape[1]
+    _check_contents(cache_seqlens, cache_batch_idx, k_cache, block_table, new)
     queries, keys, values = (x.transpose(1, 2) for x in (q, k_cache, v_cache))
     held = lengths if k is None or lengths is None else lengths + k.shape[1]
     documents = None if cache_leftpad is None else _documents(cache_leftpad, q, keys, table)
     mask = Mask(causal, window, documents=documents)
+    _check_reach(cache_seqlens, q, new, k_cache, block_table, rotary_cos, mask, cache_leftpad)
     score = Score(softmax_scale, number(_OP, "softcap", softcap, 0.0), alibi_slopes)
     given: dict[str, Any] = {"kv_lengths": held, "page_table": table}
     if k is not None and v is not None and lengths is not None:
         # attention's refusals come before the cache is written
         attention_op.check(*attention_op.bind((queries, keys, values), {**given, **mask.lower(), **score.lower()}))
-        new = (keys, values, k.transpose(1, 2), v.transpose(1, 2), lengths)
+        written = (keys, values, k.transpose(1, 2), v.transpose(1, 2), lengths)
         how = {"page_table": table, "interleaved": rotary_interleaved}
-        queries = _append(new, queries, (rotary_cos, rotary_sin), local, how)
+        queries = _append(written, queries, (rotary_cos, rotary_sin), local, how)
     out, lse = ops.attention(queries, keys, values, mask, score, **given)
     return (out.transpose(1, 2), lse) if return_softmax_lse else out.transpose(1, 2)
 
@@ -184,6 +187,36 @@ def _check_contents(
             raise ValueError(
                 f"{_OP}: cache_batch_idx holds {row}; the cache has rows 0 to {k_cache.shape[0] - 1}: give one of them"
             )
+
+
+def _check_reach(
+    seqlens: int | Tensor | None, q: Tensor, new: int, k_cache: Tensor, block_table: Tensor | None, cos: Tensor | None,
+    mask: Mask, leftpad: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError for pages that the cache has not and angles that the tables have not, where the host can
+    read which are used."""
+    batch, tokens, _, _ = q.shape
+    if isinstance(seqlens, Tensor):
+        if not readable(seqlens):
+            return
+        before = seqlens.tolist()
+    else:
+        slots = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        before = [slots if seqlens is None else seqlens] * batch
+    ordered = mask.causal or mask.window is not None
+    last = max(before, default=0) + max(new, tokens if ordered else 1)
+    if cos is not None and batch and new and last > cos.shape[0]:
+        raise ValueError(
+            f"{_OP}: rotary_cos has {cos.shape[0]} positions; slots up to {last - 1} are rotated: give at least {last}"
+        )
+    if block_table is None or block_table.shape[0] != batch:  # which the op tells
+        return
+    behind = [n + new for n in before]
+    first = first_slots(behind, [tokens] * batch, mask)
+    if leftpad is not None and readable(leftpad):
+        first = [max(one, pad) for one, pad in zip(first, leftpad.tolist(), strict=True)]
+    first = [min(one, n) for one, n in zip(first, before, strict=True)] if new else first
+    check_pages(_OP, block_table, k_cache, first, behind)
 
 
 def _integers(name: str, x: Tensor, q: Tensor) -> None:

@@ -6,13 +6,12 @@ pass no mask at all, and padding and windows would be lost without a word.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilesmith import ops
+from tilesmith.models.attention.chosen import NAME, ChosenForm, drop_turns, share_turns, take_back, turns
+from tilesmith.models.attention.continuous import batching
 from tilesmith.models.attention.masks import TOLD, KeyMask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
 from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
-from tilesmith.models.checkpoints import repeated_within
 from tilesmith.models.reach import ran, reaches
-from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, forms, given, original_class
+from tilesmith.rewrite import Replace, Rule, Site, Skip, forms, given, original_class
 
-# Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
-NAME = "tilesmith"
 _REPLACED = ("sdpa", "eager")
 # What some attention modules of transformers tell their function beside the mask, and ours would not hear.
 _UNSERVED = ("indices", "sinks")
+_PREPARE = "prepare_inputs_for_generation"
 OLDEST = "5.17"
 """The oldest transformers that is supported: the floor of the extra `hf` in pyproject.toml, as a test checks."""
+_ALONE = "asked for attention weights, it computes them as before"
 _PACKED = "under torch.compile, position_ids are taken to mean packed sequences; do not pass them otherwise"
 
 
@@ -164,75 +164,87 @@ def _own_attention(
 
 
 @dataclass(frozen=True)
-class AttentionForm(Form):
-    """A model whose configurations ask for our attention; `before`: (module, what it asked for) of each of them."""
-
-    before: tuple[tuple[str, str | None], ...]
-
-    def namespace(self, base: type) -> dict[str, Any]:
-        form, whole = self, base.forward
-        register_attention()  # here, since a process that only unpickles a model comes this way too
-        names = list(inspect.signature(whole).parameters)[1:]
-        weights, positions = (names.index(n) if n in names else None for n in ("output_attentions", "position_ids"))
-
-        @functools.wraps(whole)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if given("output_attentions", weights, args, kwargs):
-                entered = functools.partial(form.chosen, self)
-                with entered(), repeated_within(self, entered):  # nobody else has the weights
-                    return whole(self, *args, **kwargs)
-            return _telling(whole, self, args, kwargs, positions)
-
-        return {"forward": forward}
-
-    def enter(self, module: nn.Module) -> None:
-        _own_configuration(module)
-        module.set_attn_implementation(NAME)
-
-    def leave(self, module: nn.Module) -> None:
-        for config, implementation in self._ours(module):
-            config._attn_implementation_internal = implementation
-
-    @contextlib.contextmanager
-    def chosen(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the model's attention is what it was before."""
-        ours = self._ours(module)
-        try:
-            self.leave(module)
-            yield
-        finally:
-            for config, _ in ours:
-                config._attn_implementation_internal = NAME
-
-    def _ours(self, module: nn.Module) -> list[tuple[Any, str | None]]:
-        """The configurations that still ask for our attention, and what they asked for before."""
-        there = dict(module.named_modules())  # some may be gone
-        known = [(there[fqn].config, implementation) for fqn, implementation in self.before if fqn in there]
-        return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
-
-
-@dataclass(frozen=True)
-class PositionsForm(Form):
-    """A model inside of one that has an `AttentionForm`, which may be compiled, or called by another library, alone."""
+class AttentionForm(ChosenForm):
+    """A whole model whose configurations ask for our attention."""
 
     def namespace(self, base: type) -> dict[str, Any]:
         whole = base.forward
-        names = list(inspect.signature(whole).parameters)[1:]
-        positions = names.index("position_ids") if "position_ids" in names else None
+        register_attention()  # here, since a process that only unpickles a model comes this way too
+        positions = _place_of_positions(whole)
+
+        def telling(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            return _telling(whole, model, args, kwargs, positions)
+
+        forward = self.weighing(whole, telling)
+        return {"forward": forward, **self._preparing(base), **batching(base, self._released)}
+
+    def _released(self, module: nn.Module) -> Callable[[], None]:
+        """Give the model's configurations what they asked for before; the result makes them ask for ours again, if the
+        model is still optimised then and they were given back so."""
+        with turns(module).alone():
+            ours = self.ours(module)
+            take_back(ours)
+
+        def restore() -> None:
+            if any(isinstance(form, AttentionForm) for form in forms(module)):
+                with turns(module).alone():
+                    for config, implementation in ours:
+                        if config._attn_implementation == implementation:
+                            config._attn_implementation_internal = NAME
+
+        return restore
+
+    def _preparing(self, base: type) -> dict[str, Any]:
+        """`generate` makes the masks of static caches before the forward, for the attention that is chosen then."""
+        form, whole = self, getattr(base, _PREPARE, None)
+        if whole is None:
+            return {}
 
         @functools.wraps(whole)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if TOLD.known:  # by the model that calls this one
+        def prepare(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("output_attentions"):
                 return whole(self, *args, **kwargs)
-            return _telling(whole, self, args, kwargs, positions)
+            with form.chosen(self):
+                return whole(self, *args, **kwargs)
 
-        return {"forward": forward}
+        return {_PREPARE: prepare}
+
+    def enter(self, module: nn.Module) -> None:
+        from transformers import PreTrainedModel
+
+        _own_configuration(module)
+        module.set_attn_implementation(NAME)
+        share_turns(module, PreTrainedModel)
+
+    def leave(self, module: nn.Module) -> None:
+        drop_turns(module)
+        take_back(self.ours(module))
+
+
+@dataclass(frozen=True)
+class PositionsForm(ChosenForm):
+    """A model inside of one that has an `AttentionForm`, which may be compiled, or called by another library or by
+    `generate`, alone."""
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        whole = base.forward
+        positions = _place_of_positions(whole)
+
+        def telling(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if TOLD.known:  # by the model that calls this one
+                return whole(model, *args, **kwargs)
+            return _telling(whole, model, args, kwargs, positions)
+
+        return {"forward": self.weighing(whole, telling)}
+
+
+def _place_of_positions(forward: Callable) -> int | None:
+    names = list(inspect.signature(forward).parameters)[1:]
+    return names.index("position_ids") if "position_ids" in names else None
 
 
 def _telling(whole: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any], positions: int | None) -> Any:
-    """Run a model's forward, under torch.compile with `TOLD` saying which positions the caller gave."""
-    if not torch.compiler.is_compiling():
-        return whole(model, *args, **kwargs)
+    """Run a model's forward under torch.compile, with `TOLD` saying which positions the caller gave."""
     TOLD.known, TOLD.positions = True, given("position_ids", positions, args, kwargs)
     out = whole(model, *args, **kwargs)
     TOLD.known, TOLD.positions = False, None
@@ -280,10 +292,12 @@ class AttentionRule(Rule):
         return Skip(told, wanted=False, quiet=True)  # the row of the model says why
 
     def _inner(self, module: nn.Module, outer: nn.Module) -> Replace | None:
-        ours = any(isinstance(form, AttentionForm) for form in forms(outer))
-        if not ours or "position_ids" not in inspect.signature(module.forward).parameters:
+        ours = next((form for form in forms(outer) if isinstance(form, AttentionForm)), None)
+        before = () if ours is None else ours.within(outer, module)
+        if not before or not any(uses_interface(part) for part in module.modules()):
             return None
-        return Replace(PositionsForm(), (), _PACKED, computes=False)
+        packed = "position_ids" in inspect.signature(module.forward).parameters
+        return Replace(PositionsForm(before), (), _PACKED if packed else _ALONE, computes=False)
 
     def _whole(self, model: nn.Module) -> Replace | Skip | None:
         configured = _configurations(model)

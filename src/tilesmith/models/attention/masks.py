@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -228,7 +229,7 @@ class Padding(NamedTuple):
     behind: bool
 
 
-class _LookedAt:
+class _LookedAt(threading.local):
     """The mask whose values were read last: reading waits for the GPU, and models ask for one mask per kind of layer
     and step. A bool mask on the model's device comes as the tensor that the caller gave; of others transformers makes
     a bool one each time, which is looked at again."""
@@ -307,7 +308,7 @@ def _rule(function: Callable) -> _Rule | None:
     return kind(held)
 
 
-class _Told:
+class _Told(threading.local):
     """What a model's caller gave it, of the call that torch.compile traces or CUDA records."""
 
     positions: Tensor | None = None

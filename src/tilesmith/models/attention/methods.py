@@ -58,11 +58,13 @@ class AttentionMethodForm(Form):
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not given("output_attentions", place, args, kwargs):
                 return whole(self, *args, **kwargs)
-            self.__dict__[_WEIGHTS] = True  # nobody but its own method has the weights
+            # Nobody but its own method has the weights. One entry for each call: other threads may be inside, too.
+            asked = self.__dict__.setdefault(_WEIGHTS, [])
+            asked.append(None)
             try:
                 return whole(self, *args, **kwargs)
             finally:
-                del self.__dict__[_WEIGHTS]
+                asked.pop()
 
         parameters = list(inspect.signature(own).parameters)[1:]
 
@@ -74,13 +76,16 @@ class AttentionMethodForm(Form):
             if how.visible is not None:
                 alike = alike and self._buffers[how.visible].dtype in (torch.bool, query.dtype)
             seen = how.dropout is not None and observed(self._modules[how.dropout])
-            if seen or not alike or asked or _WEIGHTS in self.__dict__ or not reaches("attention", query):
+            if seen or not alike or asked or self.__dict__.get(_WEIGHTS) or not reaches("attention", query):
                 return own(self, *args, **kwargs)
             ran(self, "attention")
             out = attended(self, query, key, value, mask, how)
             return [out] if how.listed else (out, None)
 
         return {"forward": forward, METHOD: attn}
+
+    def leave(self, module: nn.Module) -> None:
+        module.__dict__.pop(_WEIGHTS, None)
 
 
 def attended(

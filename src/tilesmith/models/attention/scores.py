@@ -7,9 +7,10 @@ written.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,35 +25,55 @@ _LARGEST_HEAD = 256
 
 
 @dataclass(eq=False)
-class Scores:
-    """Scores, or the weights that softmax made of them; a tensor for all purposes except `isinstance`.
+class _Made:
+    """What scores are at one point of a forward. An operation in place makes another one, so that those made of this
+    one before stay what they are.
 
-    before, step: what this was made of, and how; `tensor()` does it on tensors. module: on whose behalf.
+    before, step: what this was made of, and how.
     """
 
-    module: nn.Module
     recorded: Recorded
-    before: Scores | None
+    before: _Made | None
     step: Callable[..., Tensor]
-    known: Tensor | None = field(default=None)
+    known: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """The values, with their gradient, computed as the module says."""
         if self.known is None:
             self.known = self.step() if self.before is None else self.step(self.before.tensor())
         return self.known
 
+
+@dataclass(eq=False)
+class Scores:
+    """Scores, or the weights that softmax made of them; a tensor for all purposes except `isinstance`.
+
+    module: on whose behalf. made: what they are now.
+    """
+
+    module: nn.Module
+    made: _Made
+
+    @property
+    def recorded(self) -> Recorded:
+        return self.made.recorded
+
+    @property
+    def known(self) -> Tensor | None:
+        return self.made.known
+
+    def tensor(self) -> Tensor:
+        """The values, with their gradient, computed as the module says."""
+        return self.made.tensor()
+
     def _then(self, recorded: Recorded | None, step: Callable[[Tensor], Tensor]) -> Scores | Tensor:
         if recorded is None or self.known is not None:
             return step(self.tensor())
-        return Scores(self.module, recorded, self, step)
+        return Scores(self.module, _Made(recorded, self.made, step))
 
     def _become(self, other: Scores | Tensor) -> Scores:
-        """In place: this is what `other` is from now on."""
-        if isinstance(other, Scores):
-            self.recorded, self.before, self.step, self.known = other.recorded, other.before, other.step, other.known
-        else:
-            self.known = other
+        """In place: this is what `other` is from now on, in the dtype that it has."""
+        other = other if other.dtype is self.dtype else other.to(self.dtype)
+        self.made = other.made if isinstance(other, Scores) else replace(self.made, known=other)
         return self
 
     @property
@@ -278,7 +299,7 @@ def scores(module: nn.Module, a: Any, b: Any) -> Scores | Tensor:
     q = q.expand(batch, -1, -1, -1)
     shape = (*a.shape[:-1], b.shape[-1])
     recorded = Recorded(q, k, (batch, *shape[1:]), autocast_dtype(q) or q.dtype)
-    return Scores(module, recorded, None, lambda: torch.matmul(a, b))
+    return Scores(module, _Made(recorded, None, lambda: torch.matmul(a, b)))
 
 
 def scores_added(
@@ -292,7 +313,8 @@ def scores_added(
     if bias is None:
         return torch.baddbmm(added, batch1, batch2, beta=beta, alpha=alpha)
     recorded = replace(found.recorded, scale=float(alpha), biases=(bias * beta if beta != 1 else bias,))
-    return Scores(module, recorded, None, lambda: torch.baddbmm(added, batch1, batch2, beta=beta, alpha=alpha))
+    step = functools.partial(torch.baddbmm, added, batch1, batch2, beta=beta, alpha=alpha)
+    return Scores(module, _Made(recorded, None, step))
 
 
 def _servable(a: Any, b: Any) -> bool:

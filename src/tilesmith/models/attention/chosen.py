@@ -1,0 +1,104 @@
+"""Which attention the configurations of a transformers model ask for: ours, and now and then what they did before."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilesmith.models.attention.turns import Turns
+from tilesmith.models.checkpoints import repeated_within
+from tilesmith.rewrite import Form, given
+
+# Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
+NAME = "tilesmith"
+_TURNS = "_tilesmith_turns"  # attribute of a model and of those within it: their `Turns`
+
+
+@dataclass(frozen=True)
+class ChosenForm(Form):
+    """A model whose configurations ask for our attention; `before`: (module, what it asked for) of each of them."""
+
+    before: tuple[tuple[str, str | None], ...] = ()
+
+    def weighing(self, whole: Callable, otherwise: Callable) -> Callable:
+        """A forward by the attention of before where weights are asked for, which nobody else has; `otherwise`, which
+        is called as (model, args, kwargs), where they are not."""
+        form, names = self, list(inspect.signature(whole).parameters)[1:]
+        place = names.index("output_attentions") if "output_attentions" in names else None
+
+        @functools.wraps(whole)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if given("output_attentions", place, args, kwargs):
+                entered = functools.partial(form.chosen, self)
+                with entered(), repeated_within(self, entered):
+                    return whole(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return otherwise(self, args, kwargs)
+            with turns(self).shared():
+                return whole(self, *args, **kwargs)
+
+        return forward
+
+    def leave(self, module: nn.Module) -> None:
+        module.__dict__.pop(_TURNS, None)
+
+    @contextlib.contextmanager
+    def chosen(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the model's attention is what it was before, and no other thread runs the model."""
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else turns(module).alone():
+            ours = self.ours(module)
+            try:
+                take_back(ours)
+                yield
+            finally:
+                for config, _ in ours:
+                    config._attn_implementation_internal = NAME
+
+    def ours(self, module: nn.Module) -> list[tuple[Any, str | None]]:
+        """The configurations that still ask for our attention, and what they asked for before."""
+        there = dict(module.named_modules())  # some may be gone
+        known = [(there[fqn].config, implementation) for fqn, implementation in self.before if fqn in there]
+        return [(config, implementation) for config, implementation in known if config._attn_implementation == NAME]
+
+    def within(self, model: nn.Module, part: nn.Module) -> tuple[tuple[str, str | None], ...]:
+        """`before` of a part of the model."""
+        there = dict(model.named_modules())
+        asked = {id(there[fqn].config): implementation for fqn, implementation in self.before if fqn in there}
+        found: dict[int, tuple[str, str | None]] = {}
+        for fqn, module in part.named_modules():
+            config = id(module.__dict__.get("config"))
+            if config in asked:
+                found.setdefault(config, (fqn, asked[config]))
+        return tuple(found.values())
+
+
+def take_back(ours: list[tuple[Any, str | None]]) -> None:
+    """Have configurations ask for what they did before."""
+    for config, implementation in ours:
+        config._attn_implementation_internal = implementation
+
+
+def turns(model: nn.Module) -> Turns:
+    """The turns of a model."""
+    return model.__dict__.get(_TURNS) or model.__dict__.setdefault(_TURNS, Turns())
+
+
+def share_turns(model: nn.Module, kind: type) -> None:
+    """Give a model and the models of a kind within it the same turns: they have configurations in common."""
+    shared = Turns()
+    for module in model.modules():
+        if module is model or isinstance(module, kind):
+            module.__dict__[_TURNS] = shared
+
+
+def drop_turns(model: nn.Module) -> None:
+    """Take back `share_turns`."""
+    for module in model.modules():
+        module.__dict__.pop(_TURNS, None)

@@ -1,0 +1,47 @@
+"""Continuous batching of transformers (`generate_batch`), which takes no attention but those that it knows by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+INIT = "init_continuous_batching"
+
+
+def batching(base: type, release: Callable[[nn.Module], Callable[[], None]]) -> dict[str, Any]:
+    """The method that makes a manager, with what `release` gives the model, until the manager stops: what `release`
+    returns takes that back."""
+    whole = getattr(base, INIT, None)
+    if whole is None:
+        return {}
+
+    @functools.wraps(whole)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        restore = release(self)
+        try:
+            manager = whole(self, *args, **kwargs)
+        except BaseException:
+            restore()
+            raise
+        _at_stop(manager, restore)
+        return manager
+
+    return {INIT: init}
+
+
+def _at_stop(manager: Any, then: Callable[[], None]) -> None:
+    """Have a manager call `then` when it has stopped, once."""
+    stop = manager.stop
+
+    @functools.wraps(stop)
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        manager.stop = stop  # a manager may be kept for later and started again
+        try:
+            return stop(*args, **kwargs)
+        finally:
+            then()
+
+    manager.stop = stopped

@@ -1,0 +1,72 @@
+"""Who may run a model when: a forward that is asked for attention weights changes what the model's configurations say,
+which forwards in other threads read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+class Turns:
+    """Several threads at once inside `shared`, one of them inside `alone`. A thread may be inside both, in any order.
+
+    Copies and pickles of a model get turns of their own.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: dict[int, int] = {}  # thread -> how often it is inside `shared`
+        self._alone: int | None = None
+        self._depth = self._waiting = 0
+        self._both = False  # whether a thread inside `shared` waits for `alone`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Turns, ()
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Inside, no other thread is `alone`."""
+        me = threading.get_ident()
+        with self._changed:
+            while (self._waiting or self._alone is not None) and me not in self._inside and me != self._alone:
+                self._changed.wait()
+            self._inside[me] = self._inside.get(me, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                left = self._inside.pop(me) - 1
+                if left:
+                    self._inside[me] = left
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other thread is in here. Of two that are `shared` already the second does not wait: neither would
+        ever go on."""
+        me = threading.get_ident()
+        with self._changed:
+            self._wait_for_others(me)
+            before, self._alone = self._alone, me
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._depth -= 1
+                self._alone = before if self._depth else None
+                self._changed.notify_all()
+
+    def _wait_for_others(self, me: int) -> None:
+        within = me in self._inside and me != self._alone
+        if within and self._both:
+            return
+        self._both, self._waiting = self._both or within, self._waiting + 1
+        try:
+            while self._alone not in (None, me) or any(other != me for other in self._inside):
+                self._changed.wait()
+        finally:
+            self._both, self._waiting = self._both and not within, self._waiting - 1
+            self._changed.notify_all()
