@@ -553,6 +553,17 @@ def test_tiles_up_to_96_columns_follow_from_predicted_times():
     assert tile(1, 1696, 16, 72, False) == tile(2, 2048, 32, 96, True) == tile(1, 12280, 32, 96, True) == (128, 128)
 
 
+def test_few_tiles_of_wide_heads_have_64_queries():
+    def consumers(tokens, heads, kv_heads, window=-1, **more):
+        s = Shape(1, heads, kv_heads, tokens, tokens, 256, 256, 2, 2, True, window, 0)._replace(**more)
+        return forward(s).consumers
+
+    assert consumers(840, 8, 2, 511) == consumers(700, 4, 1, 511) == consumers(1000, 16, 8) == 1
+    assert consumers(2048, 8, 2, 511) == consumers(4096, 16, 8) == 2  # tiles of 64 queries are more than SMs
+    assert consumers(840, 8, 2, dropout=True) == consumers(840, 8, 2, documents=3) == 2
+    assert consumers(840, 8, 2, value_dim=128) == 1 and consumers(840, 8, 2, dim=192, value_dim=128) == 2
+
+
 def test_predicted_times_of_tiles_count_what_stream_k_spares():
     for dim, tile in ((64, (192, 128)), (80, (128, 128)), (96, (128, 128))):
         plan = forward(_square(1, 4096, 2, dim, False))

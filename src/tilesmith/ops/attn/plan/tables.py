@@ -160,18 +160,18 @@ FORWARD_TILES = {
         HopperConfig(2, 64, 5, 2): TileTime(9.5, 0.9, 0.85),
     },
     256: {
-        HopperConfig(2, 64, 2): TileTime(9.0, 1.5, 1.45),
-        HopperConfig(1, 64, 3): TileTime(8.5, 1.2, 0.95),
+        HopperConfig(2, 64, 2): TileTime(7.0, 3.5, 1.35, 2.0),
+        HopperConfig(1, 64, 3): TileTime(6.0, 2.5, 0.9, 0.5),
     },
 }
-"""Tiles without a window, documents or dropout by the columns of their products, those that are best in large calls
-first.
+"""Tiles without documents or dropout, and up to 128 columns without a window, by the columns of their products, those
+that are best in large calls first.
 
 64: times fitted to 63 measurements, 15 calls of 197 to 4,096 tokens that no table has, and 512 to 16k keys at 16,384
 tokens, with a root mean square error of 4, 4 and 3 %. What they choose is 1.3 % slower than the best of eight such
 tiles, 7.6 % at most. 80 and 96: four numbers a kind of tile, its step at either, fitted to 14 calls of 257 to 12,280
-tokens, with an error of 4, 3 and 2 %; what they choose is 0.7 % slower than the best of six, 3.8 % at most
-(`docs/log/hopper-attention.md`)."""
+tokens, with an error of 4, 3 and 2 %; what they choose is 0.7 % slower than the best of six, 3.8 % at most. 256: to 15
+and 5 calls, windows among them, with an error of 4 and 2 % (`docs/log/hopper-attention.md`)."""
 
 
 def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
