@@ -522,6 +522,9 @@ def test_what_is_said_of_releases(monkeypatch):
     assert releases.tested("3.6.0") and not releases.tested("99.1.0") and not releases.tested(None)
     assert "values tested on NVIDIA H200" in releases.release_status("3.6.0")
     assert "not tested; each Gluon kernel is tried once" in releases.release_status("99.1.0")
+    some = releases.release_status("3.7.1")
+    assert not releases.tested("3.7.1") and "values of some kernels tested on NVIDIA H200" in some
+    assert some.endswith("each Gluon kernel is tried once before it is served")
     monkeypatch.setattr(releases, "installed", lambda: "3.5.1")
     assert releases.too_old() == "Triton 3.5.1; the Hopper kernels are written in the Gluon of Triton 3.6"
 

@@ -20,7 +20,8 @@ OLDEST = (3, 6)
 
 @dataclass(frozen=True)
 class Release:
-    """What was done with one release. verdict: "values" if the kernels ran and gave right values, else "compiled".
+    """What was done with one release. verdict: "values" if the kernels ran and gave right values, "some" if some of them
+    did, else "compiled".
 
     torch, device: with which it was done. ran: what was run, in words.
     """
@@ -33,18 +34,19 @@ class Release:
     device: str = ""
 
     def __str__(self) -> str:
-        done = f"values tested on {self.device}" if self.verdict == "values" else "compiled, not run"
+        values = {"values": f"values tested on {self.device}", "some": f"values of some kernels tested on {self.device}"}
+        done = values.get(self.verdict, "compiled, not run")
         return f"Triton {self.triton}: {done} with torch {self.torch}, {self.date} ({self.ran})"
 
 
 @lru_cache(maxsize=1)
 def releases() -> tuple[Release, ...]:
-    """Every row, in the file's order. Raises ValueError for a verdict that is neither."""
+    """Every row, in the file's order. Raises ValueError for another verdict."""
     text = (resources.files("tilesmith.engine") / "releases.toml").read_text(encoding="utf-8")
     rows = tuple(Release(**row) for row in tomllib.loads(text)["release"])
     for row in rows:
-        if row.verdict not in ("values", "compiled"):
-            raise ValueError(f"releases.toml: verdict of Triton {row.triton} must be values or compiled")
+        if row.verdict not in ("values", "some", "compiled"):
+            raise ValueError(f"releases.toml: verdict of Triton {row.triton} must be values, some or compiled")
     return rows
 
 
