@@ -20,8 +20,8 @@ OLDEST = (3, 6)
 
 @dataclass(frozen=True)
 class Release:
-    """What was done with one release. verdict: "values" if the kernels ran and gave right values, "some" if some of them
-    did, else "compiled".
+    """What was done with one release. verdict: "values" if the kernels ran and gave right values, "some" if some did,
+    else "compiled".
 
     torch, device: with which it was done. ran: what was run, in words.
     """
@@ -34,8 +34,8 @@ class Release:
     device: str = ""
 
     def __str__(self) -> str:
-        values = {"values": f"values tested on {self.device}", "some": f"values of some kernels tested on {self.device}"}
-        done = values.get(self.verdict, "compiled, not run")
+        of = {"values": "values", "some": "values of some kernels"}.get(self.verdict)
+        done = f"{of} tested on {self.device}" if of else "compiled, not run"
         return f"Triton {self.triton}: {done} with torch {self.torch}, {self.date} ({self.ran})"
 
 
