@@ -394,7 +394,8 @@ def block_max_scores_vjp(
     block_q: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (dq, dk) of `block_max_scores`, contiguous; an empty tensor where ``output_mask`` is False.
+    """Gradients (dq, dk) of `block_max_scores`, with the strides that `torch.empty_like` gives q and k; an empty tensor
+    where ``output_mask`` is False.
 
     Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
     """
