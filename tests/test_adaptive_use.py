@@ -202,6 +202,35 @@ def test_buffers_and_random_numbers_are_left_as_they_were(strategy):
     assert packed.model.calls is model.calls  # what is not packed is shared
 
 
+class _Caches(nn.Module):
+    """Keeps a buffer that its first forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(128, 64)
+
+    def forward(self, x):
+        if not hasattr(self, "shift"):
+            self.register_buffer("shift", torch.ones(64), persistent=False)
+        return self.layer(x) + self.shift
+
+
+@pytest.mark.parametrize("call", ["analyze", "create"])
+def test_buffers_that_inference_mode_made(call):
+    """They have no version and cannot be written outside of it."""
+    model = _Caches()
+    with torch.inference_mode():
+        model(_inputs())
+    assert model.shift.is_inference()
+    if call == "analyze":
+        analyze_precision_opportunities(model, _inputs())
+    else:
+        packed = create_ultra_precision_module(model, HALF, calibration=_inputs())
+        assert packed(_inputs()).shape == (64, 64)
+    assert model.shift.is_inference() and torch.equal(model.shift, torch.ones(64))
+
+
 @pytest.mark.parametrize(
     ("said", "match"),
     [
