@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -38,7 +38,12 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for (module, name, buffer, values), version in zip(kept, versions):
             module._buffers[name] = buffer
-            if buffer is not None and (version is None or buffer._version != version):
-                # what inference mode made has no version, and may be written in it alone
-                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                    buffer.copy_(values)
+            if buffer is None or (version is not None and buffer._version == version and _same(buffer, values)):
+                continue  # not written, so that what was saved for a backward stays valid
+            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):  # elsewhere its tensors refuse writes
+                buffer.copy_(values)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether plain tensors have the same values: a write to `.data` does not show in the version."""
+    return type(x) is Tensor and x.device.type != "meta" and torch.equal(x, y)
