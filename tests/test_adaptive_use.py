@@ -213,24 +213,24 @@ class _Caches(nn.Module):
         self.layer = nn.Linear(128, 64)
 
     def forward(self, x):
-        if not hasattr(self, "shift"):
-            self.register_buffer("shift", torch.ones(64), persistent=False)
-        return self.layer(x) + self.shift
+        if not hasattr(self, "gain"):
+            self.register_buffer("gain", torch.ones(64), persistent=False)
+        return self.layer(x) * self.gain
 
 
 @pytest.mark.parametrize("call", ["analyze", "create"])
 def test_buffers_that_inference_mode_made(call):
-    """They have no version and cannot be written outside of it."""
+    """They have no version, cannot be written outside of it, and cannot be saved for a backward."""
     model = _Caches()
     with torch.inference_mode():
         model(_inputs())
-    assert model.shift.is_inference()
+    assert model.gain.is_inference()
     if call == "analyze":
         analyze_precision_opportunities(model, _inputs())
     else:
         packed = create_ultra_precision_module(model, HALF, calibration=_inputs())
-        assert packed(_inputs()).shape == (64, 64)
-    assert model.shift.is_inference() and torch.equal(model.shift, torch.ones(64))
+        assert packed(_inputs()).shape == (64, 64) and not packed.model.gain.is_inference()
+    assert model.gain.is_inference() and torch.equal(model.gain, torch.ones(64))
 
 
 @pytest.mark.parametrize(

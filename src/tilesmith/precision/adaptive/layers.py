@@ -101,11 +101,13 @@ def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:
 
 
 def structure_of(model: nn.Module, device: torch.device | None) -> nn.Module:
-    """A copy of a model's modules around the same parameters and buffers; around copies where they have to move."""
+    """A copy of a model's modules around the same parameters and buffers; around copies where they have to move, and of
+    buffers that inference mode made, which no backward takes."""
     tensors = tensors_of(model)
     if device is not None and any(t.device != device for t in tensors):
         return copy.deepcopy(model).to(device)
-    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo = {id(p): p for p in model.parameters()}
+    memo |= {id(b): b.clone() if b.is_inference() else b for b in model.buffers()}
     return copy.deepcopy(model, memo)
 
 
