@@ -1,4 +1,4 @@
-"""What each device kernel of a choice of blocks takes on one GPU, in the forms that kernels have or had.
+"""What each device kernel of a choice of blocks takes on one GPU, in several forms.
 
     TILESMITH_REPLAY=0 python benchmarks/block_choice.py results.json [--tokens 32768,65536]
 
@@ -35,7 +35,7 @@ from tilesmith.settings import settings
 PROCESSES = 8
 LARGEST = {"four warps": {"num_warps": 4, "max_registers": 168}, "eight warps": {"num_warps": 8, "max_registers": 128}}
 SUMS = {
-    "a tile of 64 x 128 a program, as before": {"block_m": 64, "block_n": 128, "num_warps": 8, "run": 1},
+    "one tile of 64 x 128 a program": {"block_m": 64, "block_n": 128, "num_warps": 8, "run": 1},
     "four of 64 x 128": {"block_m": 64, "block_n": 128, "num_warps": 8, "run": 4},
     "eight of 64 x 64": {"block_m": 64, "block_n": 64, "num_warps": 4, "run": 8},
 }
@@ -95,7 +95,7 @@ def dynamic(tokens: int) -> dict[str, dict[str, Callable[[], Any]]]:
     return {
         "estimate": {**pinned(estimate, "block_shares", SUMS), "16 means a program": means},
         "selection": {"": lambda: ops.block_select(shares, plan.counts, plan.visible, 1.0, 1, 1)},
-        "lists": {"bytes, as before": bytewise, "words": lists},
+        "lists": {"bytes": bytewise, "words": lists},
         "all": {"": lambda: chosen_blocks(estimate(), plan, 128, first=1)},
     }
 

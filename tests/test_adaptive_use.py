@@ -181,10 +181,12 @@ class _Counts(nn.Module):
         self.layer = nn.Linear(128, 64)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("unseen", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1
         self.replaced = self.replaced + 1
+        self.unseen.data += 1  # its version stays
         return self.layer(F.dropout(x, 0.1, training=True))
 
 
@@ -197,9 +199,38 @@ def test_buffers_and_random_numbers_are_left_as_they_were(strategy):
     )
     packed = create_ultra_precision_module(model, config, calibration=_inputs())
     for made in (model, packed.model):
-        assert made.calls == 0 and made.replaced == 0
+        assert made.calls == 0 and made.replaced == 0 and made.unseen == 0
     assert torch.equal(torch.get_rng_state(), state)
     assert packed.model.calls is model.calls  # what is not packed is shared
+
+
+class _Caches(nn.Module):
+    """Keeps a buffer that its first forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(128, 64)
+
+    def forward(self, x):
+        if not hasattr(self, "gain"):
+            self.register_buffer("gain", torch.ones(64), persistent=False)
+        return self.layer(x) * self.gain
+
+
+@pytest.mark.parametrize("call", ["analyze", "create"])
+def test_buffers_that_inference_mode_made(call):
+    """They have no version, cannot be written outside of it, and cannot be saved for a backward."""
+    model = _Caches()
+    with torch.inference_mode():
+        model(_inputs())
+    assert model.gain.is_inference()
+    if call == "analyze":
+        analyze_precision_opportunities(model, _inputs())
+    else:
+        packed = create_ultra_precision_module(model, HALF, calibration=_inputs())
+        assert packed(_inputs()).shape == (64, 64) and not packed.model.gain.is_inference()
+    assert model.gain.is_inference() and torch.equal(model.gain, torch.ones(64))
 
 
 @pytest.mark.parametrize(

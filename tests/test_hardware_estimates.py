@@ -117,3 +117,26 @@ def test_a_length_beside_a_sample_is_refused(call):
 def test_a_name_of_no_device():
     with pytest.raises(ValueError, match="'gpu9' names no device"):
         HardwareAbstractionLayer(["gpu9"])
+
+
+class _Caches(nn.Module):
+    """Keeps a buffer that its first forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        if not hasattr(self, "shift"):
+            self.register_buffer("shift", torch.ones(16), persistent=False)
+        return (self.layer(x) + self.shift).square().mean()
+
+
+def test_batches_of_a_model_with_buffers_that_inference_mode_made():
+    """They have no version and cannot be written outside of it."""
+    model, x = _Caches(), torch.randn(2, 16)
+    with torch.inference_mode():
+        model(x)
+    assert model.shift.is_inference()
+    assert 1 <= _layer().get_optimal_batch_size(model, sample=x, max_batch_size=4) <= 4
+    assert model.shift.is_inference() and torch.equal(model.shift, torch.ones(16))

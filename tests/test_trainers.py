@@ -182,9 +182,6 @@ def recipe(name: str) -> dict:
     return yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-SHORT = {"max_steps": 3, "learning_rate": 2e-3, "logging_steps": 1, "bf16": False, "gradient_accumulation_steps": 1}
-
-
 def test_axolotl(tmp_path, monkeypatch):
     """examples/axolotl.yaml on a tiny model, with the plugin and without it."""
     pytest.importorskip("axolotl")

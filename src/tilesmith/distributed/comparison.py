@@ -12,7 +12,7 @@ from tilesmith.distributed.signature import Signature
 if TYPE_CHECKING:
     from tilesmith.distributed.ring import Ring
 
-_TOLD = 800  # letters of a refusal: JSON takes at most two bytes for each
+_MOST = 800  # letters of a text for other ranks: JSON takes at most two bytes for each
 
 
 class Answer:
@@ -77,10 +77,14 @@ def refusals_told(ring: Ring, step: str) -> Iterator[None]:
         raise
 
 
+def shortened(text: str) -> str:
+    """A text in ASCII that fits a message to other ranks."""
+    return text.encode("ascii", "backslashreplace").decode()[:_MOST]
+
+
 def refusal(problem: Exception) -> Signature:
     """The signature of a rank that cannot take part."""
-    text = str(problem).encode("ascii", "backslashreplace").decode()[:_TOLD]
-    return {_REFUSED: type(problem).__name__, "text": text}
+    return {_REFUSED: type(problem).__name__, "text": shortened(str(problem))}
 
 
 def refused(signature: Signature) -> bool:

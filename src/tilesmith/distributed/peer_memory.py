@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilesmith.distributed.comparison import shortened
 from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.schedule import Moves, Transfer
 from tilesmith.distributed.signals import SLOTS, Signals, driver
@@ -34,7 +35,6 @@ from tilesmith.engine.torch_private import symmetric_memory
 LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
 _ALIGNED = 256  # bytes: where tensors of an exchange begin
 _KEPT = 64  # exchanges whose places are kept
-_TOLD = 800  # letters of what keeps a rank from sharing memory
 Gather = Callable[[Any], list[Any]]  # all ranks' values of one object, by rank, over a channel of the hosts
 
 
@@ -250,7 +250,7 @@ class PeerMemory:
         try:
             made = make()
         except Exception as problem:  # whatever the driver or PyTorch says
-            why = f"{type(problem).__name__}: {problem}".encode("ascii", "backslashreplace").decode()[:_TOLD]
+            why = shortened(f"{type(problem).__name__}: {problem}")
         each = self._gather((why, made if same else None))
         failed = [f"rank {rank} cannot {what}: {said}" for rank, (said, _) in enumerate(each) if said]
         if not failed and same and len({value for _, value in each}) > 1:

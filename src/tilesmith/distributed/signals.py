@@ -1,8 +1,10 @@
-"""Words of memory by which streams of several GPUs wait for each other, and the functions of CUDA's driver for them.
+"""Flags, 32-bit words of memory by which streams of several GPUs wait for each other, and the functions of CUDA's
+driver that write and await them.
 
-Each rank has some words in the memory that all ranks map: which exchange each other rank has tokens ready for, which
-one each other rank has read, a gate of each slot, and the last exchange whose tokens it has copied itself. Streams
-write and await them; the host reads and writes them only where ranks lose each other (`watch.py`).
+Exchanges are numbered; `turn` is the number of one. In the memory that all ranks map each rank has, in this order: for
+each other rank, the last exchange whose tokens that rank has made ready; for each, the last one that it has read; a
+gate for each slot, open but where ranks lose each other; the last exchange whose tokens this rank has copied. The host
+reads and writes them only where ranks lose each other (`watch.py`).
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ def driver() -> Driver:
 class Signals:
     """The words of all ranks, seen from one of them.
 
-    pointers: of each rank's words. own: this rank's, int32. index: of its device. Streams: `side` moves tokens, and
-    `aside` is never held up, not even where streams share a queue of the hardware with others of their priority.
+    pointers: of each rank's words. own: this rank's, int32. index: of its device. `side` is the stream that moves
+    tokens. `_aside` is the host's own: it must not queue behind a stream that waits, and streams of one priority may
+    share a queue of the hardware.
     """
 
     def __init__(self, driver: Driver, rank: int, pointers: Sequence[int], own: Tensor, index: int):

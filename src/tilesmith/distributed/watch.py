@@ -44,7 +44,8 @@ class UnderWay(NamedTuple):
 class Watch:
     """Looks after the exchanges of one rank, which end in the order in which they are posted.
 
-    signals: its words. lost: (peer, step, problem, seconds waited, time limit) to what the error says.
+    signals: its flags. lost: (peer, step, problem, seconds waited, time limit) to what the error says. broken: that
+    text, once a rank is lost; empty before.
     """
 
     def __init__(self, signals: Signals, lost: Callable[[int, str, str, float, float], str]):

@@ -13,9 +13,8 @@ from tilesmith.engine import recording, torch_private, triton_private
 from tilesmith.engine.triton_private import Compiled
 
 ANY_THREAD = 0  # in place of a thread's id, which is never 0
-_instead: dict[
-    int, Callable[..., None]
-] = {}  # id of a thread, or ANY_THREAD -> what is done there in place of a launch
+# id of a thread, or ANY_THREAD -> what is done there in place of a launch
+_instead: dict[int, Callable[..., None]] = {}
 _compiled: dict[tuple, Compiled] = {}
 _runtime: Any = None  # whom to ask who listens to launches, once Triton is there
 

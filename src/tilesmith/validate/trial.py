@@ -150,9 +150,8 @@ def _attempt(name: str, backend: str, device: torch.device | str, wanted: Launch
         result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=pins(name, backend)))
         if result.message.startswith("rejects"):
             return None
-        return (
-            PASSED if result.passed else FAILED
-        ), f"case {case.name} in {_named(dtype)}: {result.message or 'right'}"
+        words = f"case {case.name} in {_named(dtype)}: {result.message or 'right'}"
+        return (PASSED if result.passed else FAILED), words
 
     instead = ""
     if wanted.kernels:

@@ -1,4 +1,5 @@
-"""Which attention the configurations of a transformers model ask for: ours, and now and then what they did before."""
+"""Which attention the configurations of a transformers model ask for: ours, or what they asked for before `optimize`
+while a forward must return attention weights or transformers accepts no other."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tilesmith.rewrite import Form, given
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
 NAME = "tilesmith"
-_TURNS = "_tilesmith_turns"  # attribute of a model and of those within it: their `Turns`
+_TURNS = "_tilesmith_turns"  # attribute of a model and of those within it: their lock, a `Turns`
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class ChosenForm(Form):
     before: tuple[tuple[str, str | None], ...] = ()
 
     def weighing(self, whole: Callable, otherwise: Callable) -> Callable:
-        """A forward by the attention of before where weights are asked for, which nobody else has; `otherwise`, which
-        is called as (model, args, kwargs), where they are not."""
+        """A forward that runs the previous attention where weights are asked for, since ours has none. otherwise:
+        serves other calls under torch.compile, given (model, args, kwargs)."""
         form, names = self, list(inspect.signature(whole).parameters)[1:]
         place = names.index("output_attentions") if "output_attentions" in names else None
 
@@ -86,12 +87,12 @@ def take_back(ours: list[tuple[Any, str | None]]) -> None:
 
 
 def turns(model: nn.Module) -> Turns:
-    """The turns of a model."""
+    """The lock of a model."""
     return model.__dict__.get(_TURNS) or model.__dict__.setdefault(_TURNS, Turns())
 
 
 def share_turns(model: nn.Module, kind: type) -> None:
-    """Give a model and the models of a kind within it the same turns: they have configurations in common."""
+    """Give a model and the models of a kind within it one lock: they have configurations in common."""
     shared = Turns()
     for module in model.modules():
         if module is model or isinstance(module, kind):

@@ -12,8 +12,8 @@ INIT = "init_continuous_batching"
 
 
 def batching(base: type, release: Callable[[nn.Module], Callable[[], None]]) -> dict[str, Any]:
-    """The method that makes a manager, with what `release` gives the model, until the manager stops: what `release`
-    returns takes that back."""
+    """The method that makes a manager. `release` is called on the model before it, and what `release` returns is
+    called once the manager has stopped, or could not be made. Empty for a class without the method."""
     whole = getattr(base, INIT, None)
     if whole is None:
         return {}

@@ -34,7 +34,7 @@ _UNSERVED = ("indices", "sinks")
 _PREPARE = "prepare_inputs_for_generation"
 OLDEST = "5.17"
 """The oldest transformers that is supported: the floor of the extra `hf` in pyproject.toml, as a test checks."""
-_ALONE = "asked for attention weights, it computes them as before"
+_ALONE = "asked for attention weights, it runs the attention from before optimize"
 _PACKED = "under torch.compile, position_ids are taken to mean packed sequences; do not pass them otherwise"
 
 
@@ -179,8 +179,8 @@ class AttentionForm(ChosenForm):
         return {"forward": forward, **self._preparing(base), **batching(base, self._released)}
 
     def _released(self, module: nn.Module) -> Callable[[], None]:
-        """Give the model's configurations what they asked for before; the result makes them ask for ours again, if the
-        model is still optimised then and they were given back so."""
+        """Have the model's configurations ask for what they did before. The result makes them ask for ours again, if
+        the model is still optimised then and nobody changed them meanwhile."""
         with turns(module).alone():
             ours = self.ours(module)
             take_back(ours)
@@ -222,9 +222,9 @@ class AttentionForm(ChosenForm):
 
 
 @dataclass(frozen=True)
-class PositionsForm(ChosenForm):
-    """A model inside of one that has an `AttentionForm`, which may be compiled, or called by another library or by
-    `generate`, alone."""
+class InnerForm(ChosenForm):
+    """A model within one that has an `AttentionForm`. It may be compiled alone, or called alone by `generate` or
+    another library."""
 
     def namespace(self, base: type) -> dict[str, Any]:
         whole = base.forward
@@ -297,7 +297,7 @@ class AttentionRule(Rule):
         if not before or not any(uses_interface(part) for part in module.modules()):
             return None
         packed = "position_ids" in inspect.signature(module.forward).parameters
-        return Replace(PositionsForm(before), (), _PACKED if packed else _ALONE, computes=False)
+        return Replace(InnerForm(before), (), _PACKED if packed else _ALONE, computes=False)
 
     def _whole(self, model: nn.Module) -> Replace | Skip | None:
         configured = _configurations(model)

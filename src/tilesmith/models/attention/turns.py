@@ -1,4 +1,4 @@
-"""Who may run a model when: a forward that is asked for attention weights changes what the model's configurations say,
+"""A reader-writer lock of a model. A forward that is asked for attention weights changes the model's configurations,
 which forwards in other threads read."""
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 
 
 class Turns:
-    """Several threads at once inside `shared`, one of them inside `alone`. A thread may be inside both, in any order.
+    """A reentrant reader-writer lock: many threads at once inside `shared`, or one inside `alone`, which may be inside
+    `shared` as well, whichever it entered first. Who waits for `alone` goes before those who come to `shared` later.
 
-    Copies and pickles of a model get turns of their own.
+    Copies and pickles of a model get a lock of their own.
     """
 
     def __init__(self) -> None:
@@ -44,8 +45,8 @@ class Turns:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no other thread is in here. Of two that are `shared` already the second does not wait: neither would
-        ever go on."""
+        """Inside, no other thread is in here. Two threads inside `shared` that both ask for this would deadlock, so the
+        second does not wait, and the two are inside together."""
         me = threading.get_ident()
         with self._changed:
             self._wait_for_others(me)

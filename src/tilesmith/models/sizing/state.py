@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
-from tilesmith.engine.random_state import random_numbers_kept
+from tilesmith.engine.model_state import buffers_kept, random_numbers_kept
 
 
 def obstacle_to_probes(model: nn.Module) -> str | None:
@@ -36,25 +35,14 @@ def state_preserved(model: nn.Module) -> Iterator[None]:
         raise RuntimeError(f"the model cannot be probed: {why}")
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
-    # through the modules, as a buffer may be replaced as well as written to
-    buffers = [
-        (module, name, b, None if b is None else b.detach().clone())
-        for module in model.modules()
-        for name, b in module._buffers.items()
-    ]
     training = [(module, module.training) for module in model.modules()]
     try:
-        with random_numbers_kept(p.device for p in parameters):
+        with buffers_kept(model), random_numbers_kept(p.device for p in parameters):
             for p in parameters:
                 p.grad = None
             yield
     finally:
         for p, gradient in zip(parameters, gradients):
             p.grad = gradient
-        for module, name, buffer, values in buffers:
-            module._buffers[name] = buffer
-            if buffer is not None:
-                with torch.no_grad():
-                    buffer.copy_(values)
         for module, flag in training:
             module.training = flag

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import dense, row_values
-from tilesmith.hardware.detect import arch_of
+from tilesmith.ops.loss.chunk_sizes import (
+    budget,
+    classes_per_block,
+    recomputed_tokens,
+    tokens_per_chunk,
+    tokens_per_step,
+)
 from tilesmith.ops.loss.pitch import padded, row_pitch, rows_in, whole_rows
 from tilesmith.ops.loss.reference import Terms, already_computed, gradients_now, keeps_logit_grad, summed_dtype
-
-ACCELERATOR_BUDGET = 512 * 2**20
-CPU_BUDGET = 16 * 2**20  # the logits of a chunk are swept several times, so they should stay in the cache
-RECOMPUTE_BUDGET = 98 * 10**6  # so that mode "recompute" takes 0.1 GB and the fp32 sum of dx beside its results
-FEWEST_TOKENS = 256  # thinner products are bound by reading weight
-TILE = 128  # rows or columns of a product's tile
-SPEEDY_TOKENS = 4096  # each chunk reads and writes the whole sum of weight's gradient
 
 
 class LogitSteps(NamedTuple):
@@ -38,7 +37,7 @@ class LogitSteps(NamedTuple):
         allows it and grad has that dtype, grad itself.
     scale_rows(rows, factors, dloss, divisors, over): rows [N, K], contiguous, times `loss_factor` and a factor for each
         row [N], and 0 where the product of these is 0: a new tensor or, with `over`, rows itself.
-    powers: another way from x to the gradients, where it applies; see `PowerSteps`.
+    exponentials: another way from x to the gradients, where it applies.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Terms, str], None]
@@ -47,11 +46,12 @@ class LogitSteps(NamedTuple):
     reduce: Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Terms, str], tuple[Tensor, Tensor]]
     scale: Callable[[Tensor, Tensor, Tensor, torch.dtype, bool], Tensor]
     scale_rows: Callable[[Tensor, Tensor, Tensor, Tensor, bool], Tensor]
-    powers: PowerSteps | None = None
+    exponentials: ExponentialSteps | None = None
 
 
-class PowerSteps(NamedTuple):
-    """How a backend computes gradients from exponentials in the place of logits, each row's but for a factor.
+class ExponentialSteps(NamedTuple):
+    """How a backend computes gradients from exponentials in place of logits. A row of them, times a factor of the row,
+    is the gradient of its logits.
 
     applies(chunks, terms, kept): whether it does so for these chunks, or where `kept` for the gradient of their logits.
     gradients(chunks, tokens, target, class_weight, losses, lse, terms): what `LogitSteps.forward` does for undivided
@@ -63,76 +63,6 @@ class PowerSteps(NamedTuple):
     applies: Callable[[Chunks, Terms, bool], bool]
     gradients: Callable[..., None]
     kept: Callable[..., None]
-
-
-def budget(device: torch.device, recompute: bool = False) -> int:
-    """Bytes of logits in memory at a time, where nothing else decides."""
-    most = RECOMPUTE_BUDGET if recompute else ACCELERATOR_BUDGET
-    return min(CPU_BUDGET, most) if device.type == "cpu" else most
-
-
-def whole(
-    tokens: int,
-    classes: int,
-    hidden: int,
-    itemsize: int,
-    device: torch.device,
-    summed: bool,
-    known: Callable[[bool], bool] = bool,
-) -> bool:
-    """Whether all logits take no more than a budget (512 MiB; 16 MiB on a CPU), or than more than one chunk would need:
-    an fp32 gradient of weight and, where that is `summed` over chunks beside its result, the least that
-    `tokens_per_step` then allows for, less that result. known: whether a comparison of sizes holds, where they are
-    symbols."""
-    size, most = tokens * classes * itemsize, 4 * classes * hidden
-    if summed and device.type != "cpu":
-        most += SPEEDY_TOKENS * classes * itemsize
-    return known(size <= budget(device)) or known(size <= most)
-
-
-def tokens_per_chunk(tokens: int, classes: int, itemsize: int, room: int, least: int = FEWEST_TOKENS) -> int:
-    """How many tokens' logits are in memory at a time, where the caller does not say: equal chunks whose logits take at
-    most `room` bytes, or of at most `least` tokens if that is more."""
-    most = max(room // max(1, classes * itemsize), least)
-    if most >= tokens:
-        return max(1, tokens)
-    chunks = -(-tokens // most)
-    even = -(-tokens // chunks)
-    rounded = -(-even // TILE) * TILE
-    return rounded if rounded <= most else even
-
-
-def tokens_per_step(tokens: int, classes: int, hidden: int, itemsize: int, device: torch.device, summed: bool) -> int:
-    """`tokens_per_chunk` within the budget; where weight's gradient is `summed` over chunks beside its result, at least
-    4096 tokens more than `hidden`: the result, which is not there yet, takes as much as `hidden` tokens' logits. On an
-    accelerator chunks grow, as far as they may, until the tiles of x's gradient, the fewest of the three products,
-    leave no multiprocessor out: the last chunk is then the smaller one."""
-    least = FEWEST_TOKENS
-    if summed:
-        least = hidden if device.type == "cpu" else hidden + SPEEDY_TOKENS
-    size = tokens_per_chunk(tokens, classes, itemsize, budget(device), least)
-    places = 0 if device.type == "cpu" else arch_of(device).sms
-    wave = TILE * max(1, places // -(-hidden // (2 * TILE)))  # tiles of 128 x 256, about one a multiprocessor
-    rounded = -(-size // wave) * wave
-    return rounded if rounded < tokens and rounded <= max(budget(device) // (classes * itemsize), least) else size
-
-
-def recomputed_tokens(x: Tensor, classes: int, mode: str, wants_dx: bool) -> int:
-    """How many tokens' logits a backward in blocks of classes holds at a time, if the caller does not say: as many as
-    the budget holds, and in mode "recompute" those that fit in dx as well, which is not there before they are gone."""
-    room = budget(x.device, mode == "recompute")
-    if mode == "recompute" and wants_dx and x.device.type != "cpu":
-        room += x.numel() * x.element_size()
-    return max(FEWEST_TOKENS, room // (classes * x.element_size()))
-
-
-def classes_per_block(tokens: int, classes: int, chunk_tokens: int) -> int:
-    """How many classes' logits of all tokens fit where all logits of `chunk_tokens` tokens do: equal blocks, of whole
-    tiles of a product if one fits, since rows of logits that start anywhere make products slow."""
-    most = max(1, chunk_tokens * classes // max(1, tokens))
-    unit = TILE if most >= TILE else 1
-    even = -(-classes // -(-classes // (most // unit * unit)))
-    return -(-even // unit) * unit
 
 
 def linear_cross_entropy(
@@ -158,24 +88,25 @@ def linear_cross_entropy(
     chunks = Chunks(x, weight, bias, mask, sums, acc, size, call.accumulate_fp32)
     losses = x.new_empty(labels.shape, dtype=acc)
     lse = torch.empty_like(losses)
-    powers = steps.powers if keeps or any(mask) else None
-    powers = powers if powers is not None and powers.applies(chunks, terms, keeps) else None
-    divided = keeps and powers is None and reduction == "mean"
+    exponentials = steps.exponentials if keeps or any(mask) else None
+    if exponentials is not None and not exponentials.applies(chunks, terms, keeps):
+        exponentials = None
+    divided = keeps and exponentials is None and reduction == "mean"
     grad = "mean" if divided else "sum" if keeps or any(mask) else ""
     divisors, factors = losses.new_empty(0), losses.new_empty(labels.shape if keeps else 0)
     if divided or (terms.z_loss != 0 and grad):
         divisors = steps.divide(labels, class_weight, terms, classes, acc, reduction)
     if divided:
         factors.copy_(divisors[0].expand_as(factors))
-    elif keeps and powers is None:
+    elif keeps and exponentials is None:
         factors.fill_(1.0)
     for tokens in chunks:
         given = labels[tokens], class_weight, losses[tokens], lse[tokens]
-        if powers is not None and keeps:
-            powers.kept(chunks, tokens, *given, factors[tokens], terms)
+        if exponentials is not None and keeps:
+            exponentials.kept(chunks, tokens, *given, factors[tokens], terms)
             continue
-        if powers is not None:
-            powers.gradients(chunks, tokens, *given, terms)
+        if exponentials is not None:
+            exponentials.gradients(chunks, tokens, *given, terms)
             continue
         logits = chunks.logits(tokens)
         steps.forward(logits, *given, divisors, terms, grad)

@@ -7,16 +7,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.rows import row_values
-from tilesmith.ops.loss.chunks import (
-    ACCELERATOR_BUDGET,
-    CPU_BUDGET,
-    FEWEST_TOKENS,
-    Chunks,
-    GradientSource,
-    gradient_dtypes,
-    gradient_source,
-    scaled,
-)
+from tilesmith.ops.loss.chunk_sizes import ACCELERATOR_BUDGET, CPU_BUDGET, FEWEST_TOKENS
+from tilesmith.ops.loss.chunks import Chunks, GradientSource, gradient_dtypes, gradient_source, scaled
 from tilesmith.ops.loss.distill_reference import gradients_now, part_grads
 from tilesmith.ops.loss.pitch import padded, row_pitch, rows_in
 from tilesmith.ops.loss.reference import saved_dtype

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilesmith.engine.memory import FEWEST_ROWS, GB, Need, active, computed_in, held, workspaces
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
-from tilesmith.ops.loss.chunks import (
+from tilesmith.ops.loss.chunk_sizes import (
     budget,
     classes_per_block,
     recomputed_tokens,

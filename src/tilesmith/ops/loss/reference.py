@@ -159,10 +159,12 @@ def linear_cross_entropy(
 
     For kernels: grad_mask says which gradients (x, weight, bias) to prepare along with the loss; a call fills in those
     that autograd will ask for. Saved beside the loss: lse [...], the divisors of "mean", and what the mode keeps, else
-    empty: the gradients of the undivided sum of losses (x's in its dtype, weight's in fp32 for accumulate_fp32 and for
-    fp16, whose range such sums leave, else in its dtype, bias's in fp32), and that of the logits, in x's dtype, but for
-    a factor of each token [...], in lse's dtype: logit_grad times logit_factors is the gradient of that sum. The
-    factors are a kernel's own affair; where bias asks for a gradient, logit_grad is that of the loss.
+    empty tensors. x_grad, weight_grad, bias_grad: gradients of the undivided sum of losses; x's in its dtype, weight's
+    in fp32 for accumulate_fp32 and for fp16, whose range such sums leave, else in its dtype, bias's in fp32.
+    logit_grad [..., V], in x's dtype, and logit_factors [...], in lse's: a token's row of the one times its number of
+    the other is the gradient of that sum by the token's logits. Each kernel chooses its factors: 1, the divisor where
+    it computed the gradient of the mean, or what exponentials in place of logits lack. Where bias asks for a gradient,
+    logit_grad alone is that of the loss.
     """
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     check_labels(target, weight.shape[0], ignore_index)

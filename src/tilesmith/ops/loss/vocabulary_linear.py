@@ -10,13 +10,11 @@ from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.memory import computed_in
 from tilesmith.ops.gemm.products import add_weight_gradient, bias_gradient, product
 from tilesmith.ops.loss import checks
+from tilesmith.ops.loss.chunk_sizes import FEWEST_TOKENS, budget
 from tilesmith.ops.loss.chunked import cross_entropy as chunked
 from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
 from tilesmith.ops.loss.reference import Terms
 from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_double_backward, token_losses
-
-BUDGET, CPU_BUDGET = 512 * 2**20, 16 * 2**20  # bytes of a chunk's logits, which on a CPU should stay in its cache
-FEWEST_TOKENS = 256  # thinner products are bound by reading weight
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -165,8 +163,7 @@ class Gradients:
         self.dweight = weight.new_zeros(weight.shape if mask[1] else 0, dtype=acc if wide else x.dtype)
         self.dbias = weight.new_zeros(weight.shape[0] if mask[2] else 0, dtype=acc)
         row = weight.shape[0] * x.element_size()
-        room = CPU_BUDGET if x.device.type == "cpu" else BUDGET
-        pieces = -(-self.x.shape[0] // max(room // row, FEWEST_TOKENS)) or 1
+        pieces = -(-self.x.shape[0] // max(budget(x.device) // row, FEWEST_TOKENS)) or 1
         self.size = call.chunk_tokens or max(1, -(-self.x.shape[0] // pieces))
 
     def chunks(self) -> Iterator[slice]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import located
-from tilesmith.engine.random_state import random_numbers_kept
+from tilesmith.engine.model_state import buffers_kept, random_numbers_kept
 from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
 from tilesmith.precision.adaptive.layer import misfit_of
@@ -101,11 +101,13 @@ def base_bytes(model: nn.Module, base: PrecisionFormat) -> int:
 
 
 def structure_of(model: nn.Module, device: torch.device | None) -> nn.Module:
-    """A copy of a model's modules around the same parameters and buffers; around copies where they have to move."""
+    """A copy of a model's modules around the same parameters and buffers; around copies where they have to move, and of
+    buffers that inference mode made, which no backward takes."""
     tensors = tensors_of(model)
     if device is not None and any(t.device != device for t in tensors):
         return copy.deepcopy(model).to(device)
-    memo = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo = {id(p): p for p in model.parameters()}
+    memo |= {id(b): b.clone() if b.is_inference() else b for b in model.buffers()}
     return copy.deepcopy(model, memo)
 
 
@@ -113,22 +115,8 @@ def structure_of(model: nn.Module, device: torch.device | None) -> nn.Module:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Inside, the model is run; afterwards its buffers, which the original shares, and the random numbers of its
     devices are what they were."""
-    kept = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in kept]
-    try:
-        with random_numbers_kept(t.device for t in tensors_of(model)):
-            yield
-    finally:
-        for (module, name, buffer, values), version in zip(kept, versions):
-            module._buffers[name] = buffer
-            if version is None or buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(values)
+    with buffers_kept(model), random_numbers_kept(t.device for t in tensors_of(model)):
+        yield
 
 
 def place(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:

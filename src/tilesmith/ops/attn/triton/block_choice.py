@@ -208,7 +208,8 @@ def _counted_lists_kernel(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """As `_block_lists_kernel`, where it is known how many entries the rows of each table have: nobody waits for sums.
-    The programs of columns, which count those before them, come first."""
+    The programs of columns, which count those before them, come first. It serves the tables that `block_words` cannot
+    read: rows that are no multiple of four bytes, as of 33 blocks, or more than `MOST_ROWS` of them."""
     by_rows, by_columns = tl.cdiv(rows, ROW_LINES), tl.cdiv(columns, COLUMN_LINES)
     tiles = by_rows + by_columns
     number = tl.program_id(0) // tiles
@@ -290,8 +291,8 @@ def block_select(
 def block_lists(
     keep: Tensor, room: int, counts: Tensor | None = None, *, config: Mapping[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists; with the counts
-    of rows nothing has to be added up, and words of four columns are read where they lie so."""
+    """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists. With the counts
+    of rows nothing has to be added up; then `block_words` reads four columns at a time where a row is whole words."""
     return listed(keep, room, counts, config["num_warps"])
 
 

@@ -20,7 +20,8 @@ TWO = tl.constexpr(2)  # words whose columns a program counts
 
 
 def has_words(table: Tensor) -> bool:
-    """Whether the kernels read a table of bytes [B, L, R, C]."""
+    """Whether the kernels read a table of bytes [B, L, R, C]: rows are whole, aligned words of four bytes, and counts
+    of columns fit 16 bits. `_counted_lists_kernel` reads other tables."""
     whole = all(x % 4 == 0 for x in (table.data_ptr(), table.shape[3], *table.stride()[:3]))
     return whole and table.stride(3) == 1 and table.shape[2] <= MOST_ROWS
 

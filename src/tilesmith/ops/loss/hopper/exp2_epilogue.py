@@ -217,7 +217,7 @@ def pass_outlasts_launches(logits: int, bandwidth: float) -> bool:
 
 
 def applies(chunks: Chunks, terms: Terms, kept: bool) -> bool:
-    """`PowerSteps.applies`."""
+    """`ExponentialSteps.applies`."""
     x, weight = chunks.x, chunks.weight
     plain = not reasons(x, weight.shape[0], chunks.bias, chunks.mask[0], terms.z_loss, kept)
     return plain and tma_accepts(x, weight)
@@ -232,8 +232,8 @@ def gradients(
     lse: Tensor,
     terms: Terms,
 ) -> None:
-    """`PowerSteps.gradients`. chunks: x, weight and where their gradients go; tokens: those of this chunk, of which are
-    target, losses and lse [C], the last two written."""
+    """`ExponentialSteps.gradients`. chunks: x, weight and where their gradients go. tokens: those of this chunk, whose
+    target, losses and lse [C] come along; the last two are written."""
     dx, factors = chunks.dx.view_as(chunks.x)[tokens], torch.empty_like(losses)
     scaled = dx if chunks.mask[1] else None
     e = _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, scaled, terms)
@@ -253,7 +253,7 @@ def kept(
     factors: Tensor,
     terms: Terms,
 ) -> None:
-    """`PowerSteps.kept`."""
+    """`ExponentialSteps.kept`."""
     _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, None, terms)
 
 
