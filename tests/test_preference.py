@@ -276,6 +276,52 @@ def test_chunks_and_recomputation_change_nothing(recompute, chunk_size):
     agree(data, got, want)
 
 
+def losses_of(data, importance):
+    """Losses that divide by counts of tokens or choose a number by sign."""
+    pairs = data.x, data.weight, data.target, data.bias
+    for kind in ("sigmoid", "ipo", "odds_ratio"):
+        yield nn.preference_loss(*pairs, loss_type=kind, alpha=0.3, average_log_prob=True)
+    yield nn.kto_loss(*pairs[:3], torch.arange(B) % 2 == 0, pairs[3], average_log_prob=True)
+    for kind in POLICIES:
+        yield grpo_loss(
+            data.x, data.weight, data.ids, data.mask, data.advantages, data.bias, ref_per_token_logps=data.ref,
+            old_per_token_logps=data.old, loss_type=kind, max_completion_length=T, vllm_is_ratio=importance,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_pytorchs_default_dtype_changes_nothing(default):
+    data = Data()
+    importance = data.importance.bfloat16()  # whose logarithm is taken in a wider dtype
+    want = [*losses_of(data, importance.double())]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        got = [*losses_of(data, importance)]
+    finally:
+        torch.set_default_dtype(before)
+    for (a, a_metrics), (b, b_metrics) in zip(got, want, strict=True):
+        assert a.equal(b)
+        assert all(one.dtype == other.dtype and one.equal(other) for one, other in zip(a_metrics, b_metrics))
+        for one, other in zip(*(torch.autograd.grad(loss, data.leaves) for loss in (a, b))):
+            assert one.equal(other)
+
+
+def test_doubles_are_averaged_and_chosen_in_double():
+    data = Data()
+    for loss in (nn.FusedLinearSimPOLoss(), nn.FusedLinearORPOLoss()):
+        got, _ = loss(data.weight, data.x, data.target, data.bias)
+        chosen, rejected = data.sums(True).chunk(2)
+        half = data.log_probs()[: B // 2]
+        likely = -half.sum() / (data.target[: B // 2] != -100).sum()
+        if isinstance(loss, nn.FusedLinearSimPOLoss):
+            want = likely - F.logsigmoid(0.1 * (chosen - rejected) - 0.5).mean()
+        else:
+            odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+            want = likely - 0.1 * F.logsigmoid(odds).mean()
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=0)
+
+
 def test_log_probs_carry_a_gradient_of_their_own():
     data = Data()
     sequences = torch.zeros(3, B, dtype=torch.float64)

@@ -126,7 +126,9 @@ def grpo_loss(
     )  # fmt: skip
     sequences = advantages.detach().to(acc)[None]
     if kind == "vespo":
-        logs = torch.zeros_like(sequences[0]) if importance is None else importance.log().clamp(-18.42068, 20).sum(-1)
+        logs = torch.zeros_like(sequences[0])
+        if importance is not None:
+            logs = importance.to(acc).log().clamp(-18.42068, 20).sum(-1)
         sequences = torch.stack((sequences[0], logs))
     total, log_probs = ops.linear_preference(
         x, weight, target, sequences, kind, options, bias, tokens,
