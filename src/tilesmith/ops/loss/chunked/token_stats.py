@@ -91,7 +91,7 @@ def _turn(
         z.scatter_add_(-1, label[:, None], dchosen)
         if slope is not None:
             z.mul_(slope)
-        z.mul_(torch.where(valid, terms.scale, float("nan"))[:, None])
+        z.mul_(torch.where(valid, lse.new_full((), terms.scale), float("nan"))[:, None])
         (logits if out is None else out)[rows] = z.masked_fill_(~counted[:, None], 0.0)
 
 
