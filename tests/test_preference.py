@@ -393,6 +393,48 @@ BAD = {
 }
 
 
+UNREAD = {
+    "both_references": ("both ref_per_token_logps and ref_input", {"ref": True, "ref_input": True}),
+    "weight_alone": ("ref_weight is given without ref_input", {"ref_weight": True}),
+    "input_alone": ("ref_weight is None", {"ref_input": True}),
+    "importance": (r"vllm_is_ratio must be \[6\] or \[6, 1\] or \[6, 7\], got \[3\]", {"importance": torch.ones(3)}),
+    "one_importance": (r"vllm_is_ratio must be .*, got \[1, 7\]", {"importance": torch.ones(1, T)}),
+    "items": ("num_items_in_batch must be at least 0", {"items": -1}),
+    "items_of_ranks": (r"num_items_in_batch must be \[\] or \[1\], got \[2\]", {"items": torch.tensor([3, 4])}),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_arguments_of_a_policy_that_would_not_be_read_as_meant(name):
+    message, given = UNREAD[name]
+    data = Data()
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(
+            data.x, data.weight, data.ids, data.mask, data.advantages, data.bias,
+            ref_per_token_logps=data.ref if "ref" in given else None,
+            ref_input=data.ref_x if "ref_input" in given else None,
+            ref_weight=data.ref_weight if "ref_weight" in given else None,
+            vllm_is_ratio=given.get("importance"), num_items_in_batch=given.get("items"),
+        )  # fmt: skip
+
+
+def test_a_batch_may_count_its_items_in_a_tensor_of_one():
+    data = Data()
+    call = data.x, data.weight, data.ids, data.mask, data.advantages
+    assert grpo_loss(*call, num_items_in_batch=torch.tensor([9]))[0].equal(grpo_loss(*call, num_items_in_batch=9)[0])
+
+
+def test_an_output_layer_of_no_reference_model_is_refused():
+    data = Data()
+    loss = nn.FusedLinearDPOLoss(use_ref_model=False)
+    with pytest.raises(ValueError, match="ref_weight is given without ref_input"):
+        loss(data.weight, data.x, data.target, data.bias, None, data.ref_weight)
+    for one in (nn.preference_loss, nn.kto_loss):
+        beside = () if one is nn.preference_loss else (torch.ones(B, dtype=torch.bool),)
+        with pytest.raises(TypeError, match="ignore_index must be an int"):
+            one(data.x, data.weight, data.target, *beside, ignore_index=None)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name):
     error, call = BAD[name]

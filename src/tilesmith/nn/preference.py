@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import choice, flag, number, positive, shaped, size, tensor
+from tilesmith.engine.argument_checks import choice, flag, integer, number, positive, shaped, size, tensor
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, log_odds
 
 PAIRED = tuple(sorted(name for name, formula in FORMULAS.items() if formula.paired))
@@ -97,6 +97,7 @@ def preference_loss(
     tensor("preference_loss", "x", x)
     tensor("preference_loss", "target", target)
     check_options("preference_loss", loss_type, beta, label_smoothing, gamma, alpha, discopop_tau)
+    integer("preference_loss", "ignore_index", ignore_index)
     if target.ndim != 2 or target.shape[0] % 2:
         raise ValueError(
             f"preference_loss: target has shape {tuple(target.shape)}; it must be [B, T], chosen then rejected, "
@@ -170,6 +171,7 @@ def kto_loss(
     tensor("kto_loss", "target", target, ("B", "T"))
     size("kto_loss", "chunk_size", chunk_size, 0)
     number("kto_loss", "beta", beta, 0.0)
+    integer("kto_loss", "ignore_index", ignore_index)
     for name, value in _flags(average_log_prob, accumulate_fp32, recompute).items():
         flag("kto_loss", name, value)
     shaped("kto_loss", "ref_logps", ref_logps, target.shape[:1], device=x.device)
