@@ -221,6 +221,24 @@ def check_ranks_without_a_class(mesh):
     torch.testing.assert_close(mine.grad, torch.autograd.grad(exact, logits)[0][..., rank:])
 
 
+def check_ranks_whose_classes_are_masked(mesh):
+    """Logits of -inf, as those of classes that pad a vocabulary are, may fill a rank's whole slice."""
+    rank = mesh.get_rank()
+    x, weight, bias, target = torch.randn(3, 5, 8), torch.randn(12, 8), torch.randn(12), _target(3, 5, classes=6)
+    bias[6:] = float("-inf")
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    exact = ops.linear_cross_entropy(*whole[:2], target, whole[2], z_loss=0.1, scale=0.7)
+    exact.backward()
+    for kernel in ("chunked", "reference"):
+        mine = [t.clone().requires_grad_() for t in (x, weight.chunk(2)[rank], bias.chunk(2)[rank])]
+        with use(cross_entropy=kernel, cross_entropy_vjp=kernel):
+            loss = ops.vocab_parallel_linear_cross_entropy(*mine[:2], target, mine[2], z_loss=0.1, scale=0.7)
+            loss.backward()
+        torch.testing.assert_close(loss, exact)
+        for t, w, cut in zip(mine, whole, (False, True, True)):
+            torch.testing.assert_close(t.grad, w.grad.chunk(2)[rank] if cut else w.grad)
+
+
 class Talk(TorchDispatchMode):
     """The collectives called inside: name and number of elements."""
 

@@ -11,7 +11,7 @@ from tilesmith.ops.loss.arguments import (
     token_stats_arguments,
     token_stats_vjp_arguments,
 )
-from tilesmith.ops.loss.chunked.cross_entropy import KEEPING_STEPS, blocks, scores
+from tilesmith.ops.loss.chunked.cross_entropy import KEEPING_STEPS, blocks, finite_peak, scores
 from tilesmith.ops.loss.reduction import check_labels
 from tilesmith.ops.loss.reference import Terms, counted_labels
 
@@ -59,6 +59,7 @@ def _read(
         counted, valid, label = counted_labels(target[rows], logits.shape[1], terms.ignore_index)
         z, _ = scores(logits[rows].to(lse.dtype, copy=True), terms, False)
         peak, best = z.max(-1)
+        peak = finite_peak(peak)
         z.sub_(peak[:, None])
         e = z.exp()
         sums = e.sum(-1)
