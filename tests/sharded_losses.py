@@ -201,6 +201,44 @@ def check_doors_for_plain_tensors(mesh):
         )
 
 
+def check_ranks_without_a_class(mesh):
+    """Ranks beyond the last class add nothing, and wait for nobody."""
+    from torch.distributed.tensor import Shard
+
+    rank, group = mesh.get_rank(), mesh.get_group()
+    tensors, target = (torch.randn(3, 5, 8), torch.randn(1, 8), torch.randn(1)), _target(3, 5, classes=1)
+    spread = _spread(mesh, weight=[Shard(0)], bias=[Shard(0)], logits=[Shard(2)])
+    for options in ({"z_loss": 0.1}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 4.0}, {"reduction": "none"}):
+        _judge(ops.linear_cross_entropy, tensors, target, torch.float64, options, LINEAR, spread, "one class")
+        logits = tensors[0][..., :1].contiguous()
+        _judge(ops.cross_entropy, (logits,), target, torch.float64, options, ("logits",), spread, "one class")
+    logits = torch.randn(3, 5, 1, requires_grad=True)
+    exact = ops.cross_entropy(logits, target, z_loss=0.1)
+    mine = logits.detach()[..., rank:].requires_grad_()
+    loss = ops.vocab_parallel_cross_entropy(mine, target, z_loss=0.1, group=group, classes=1)
+    loss.backward()
+    torch.testing.assert_close(loss, exact)
+    torch.testing.assert_close(mine.grad, torch.autograd.grad(exact, logits)[0][..., rank:])
+
+
+def check_ranks_whose_classes_are_masked(mesh):
+    """Logits of -inf, as those of classes that pad a vocabulary are, may fill a rank's whole slice."""
+    rank = mesh.get_rank()
+    x, weight, bias, target = torch.randn(3, 5, 8), torch.randn(12, 8), torch.randn(12), _target(3, 5, classes=6)
+    bias[6:] = float("-inf")
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    exact = ops.linear_cross_entropy(*whole[:2], target, whole[2], z_loss=0.1, scale=0.7)
+    exact.backward()
+    for kernel in ("chunked", "reference"):
+        mine = [t.clone().requires_grad_() for t in (x, weight.chunk(2)[rank], bias.chunk(2)[rank])]
+        with use(cross_entropy=kernel, cross_entropy_vjp=kernel):
+            loss = ops.vocab_parallel_linear_cross_entropy(*mine[:2], target, mine[2], z_loss=0.1, scale=0.7)
+            loss.backward()
+        torch.testing.assert_close(loss, exact)
+        for t, w, cut in zip(mine, whole, (False, True, True)):
+            torch.testing.assert_close(t.grad, w.grad.chunk(2)[rank] if cut else w.grad)
+
+
 class Talk(TorchDispatchMode):
     """The collectives called inside: name and number of elements."""
 

@@ -276,6 +276,52 @@ def test_chunks_and_recomputation_change_nothing(recompute, chunk_size):
     agree(data, got, want)
 
 
+def losses_of(data, importance):
+    """Losses that divide by counts of tokens or choose a number by sign."""
+    pairs = data.x, data.weight, data.target, data.bias
+    for kind in ("sigmoid", "ipo", "odds_ratio"):
+        yield nn.preference_loss(*pairs, loss_type=kind, alpha=0.3, average_log_prob=True)
+    yield nn.kto_loss(*pairs[:3], torch.arange(B) % 2 == 0, pairs[3], average_log_prob=True)
+    for kind in POLICIES:
+        yield grpo_loss(
+            data.x, data.weight, data.ids, data.mask, data.advantages, data.bias, ref_per_token_logps=data.ref,
+            old_per_token_logps=data.old, loss_type=kind, max_completion_length=T, vllm_is_ratio=importance,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_pytorchs_default_dtype_changes_nothing(default):
+    data = Data()
+    importance = data.importance.bfloat16()  # whose logarithm is taken in a wider dtype
+    want = [*losses_of(data, importance.double())]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        got = [*losses_of(data, importance)]
+    finally:
+        torch.set_default_dtype(before)
+    for (a, a_metrics), (b, b_metrics) in zip(got, want, strict=True):
+        assert a.equal(b)
+        assert all(one.dtype == other.dtype and one.equal(other) for one, other in zip(a_metrics, b_metrics))
+        for one, other in zip(*(torch.autograd.grad(loss, data.leaves) for loss in (a, b))):
+            assert one.equal(other)
+
+
+def test_doubles_are_averaged_and_chosen_in_double():
+    data = Data()
+    for loss in (nn.FusedLinearSimPOLoss(), nn.FusedLinearORPOLoss()):
+        got, _ = loss(data.weight, data.x, data.target, data.bias)
+        chosen, rejected = data.sums(True).chunk(2)
+        half = data.log_probs()[: B // 2]
+        likely = -half.sum() / (data.target[: B // 2] != -100).sum()
+        if isinstance(loss, nn.FusedLinearSimPOLoss):
+            want = likely - F.logsigmoid(0.1 * (chosen - rejected) - 0.5).mean()
+        else:
+            odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+            want = likely - 0.1 * F.logsigmoid(odds).mean()
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=0)
+
+
 def test_log_probs_carry_a_gradient_of_their_own():
     data = Data()
     sequences = torch.zeros(3, B, dtype=torch.float64)
@@ -345,6 +391,48 @@ BAD = {
         ),
     ),
 }
+
+
+UNREAD = {
+    "both_references": ("both ref_per_token_logps and ref_input", {"ref": True, "ref_input": True}),
+    "weight_alone": ("ref_weight is given without ref_input", {"ref_weight": True}),
+    "input_alone": ("ref_weight is None", {"ref_input": True}),
+    "importance": (r"vllm_is_ratio must be \[6\] or \[6, 1\] or \[6, 7\], got \[3\]", {"importance": torch.ones(3)}),
+    "one_importance": (r"vllm_is_ratio must be .*, got \[1, 7\]", {"importance": torch.ones(1, T)}),
+    "items": ("num_items_in_batch must be at least 0", {"items": -1}),
+    "items_of_ranks": (r"num_items_in_batch must be \[\] or \[1\], got \[2\]", {"items": torch.tensor([3, 4])}),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_arguments_of_a_policy_that_would_not_be_read_as_meant(name):
+    message, given = UNREAD[name]
+    data = Data()
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(
+            data.x, data.weight, data.ids, data.mask, data.advantages, data.bias,
+            ref_per_token_logps=data.ref if "ref" in given else None,
+            ref_input=data.ref_x if "ref_input" in given else None,
+            ref_weight=data.ref_weight if "ref_weight" in given else None,
+            vllm_is_ratio=given.get("importance"), num_items_in_batch=given.get("items"),
+        )  # fmt: skip
+
+
+def test_a_batch_may_count_its_items_in_a_tensor_of_one():
+    data = Data()
+    call = data.x, data.weight, data.ids, data.mask, data.advantages
+    assert grpo_loss(*call, num_items_in_batch=torch.tensor([9]))[0].equal(grpo_loss(*call, num_items_in_batch=9)[0])
+
+
+def test_an_output_layer_of_no_reference_model_is_refused():
+    data = Data()
+    loss = nn.FusedLinearDPOLoss(use_ref_model=False)
+    with pytest.raises(ValueError, match="ref_weight is given without ref_input"):
+        loss(data.weight, data.x, data.target, data.bias, None, data.ref_weight)
+    for one in (nn.preference_loss, nn.kto_loss):
+        beside = () if one is nn.preference_loss else (torch.ones(B, dtype=torch.bool),)
+        with pytest.raises(TypeError, match="ignore_index must be an int"):
+            one(data.x, data.weight, data.target, *beside, ignore_index=None)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -49,7 +49,7 @@ def sparsity_report(
         held = ops.block_mass(
             q, k, top + total.log(), blocks.offsets, blocks.indices, scale, causal, blocks.block_q, blocks.block_k
         )
-        rows = torch.full((held.shape[2],), float(blocks.block_q), device=q.device)
+        rows = torch.full((held.shape[2],), float(blocks.block_q), dtype=torch.float32, device=q.device)
         rows[-1] = q.shape[2] - (held.shape[2] - 1) * blocks.block_q
         mass = float((held.sum(-1) * (rows / q.shape[2])).sum(-1).mean())
         listed = int((blocks.offsets[..., -1] - blocks.offsets[..., 0]).sum())

@@ -102,6 +102,9 @@ def grpo_loss(
     shaped("grpo_loss", "advantages", advantages, plane[:1], device=device)
     shaped("grpo_loss", "ref_per_token_logps", ref_per_token_logps, plane, device=device)
     shaped("grpo_loss", "old_per_token_logps", old_per_token_logps, plane, device=device)
+    shaped("grpo_loss", "vllm_is_ratio", vllm_is_ratio, plane[:1], (plane[0], 1), plane, device=device)
+    _check_reference(ref_per_token_logps, ref_input, ref_weight, ref_bias)
+    _check_items(num_items_in_batch)
     acc = torch.promote_types(x.dtype, torch.float32)
     mask = attention_mask.to(acc)
     weights, divisor = _weights(loss_type, mask, max_completion_length, num_items_in_batch)
@@ -126,7 +129,9 @@ def grpo_loss(
     )  # fmt: skip
     sequences = advantages.detach().to(acc)[None]
     if kind == "vespo":
-        logs = torch.zeros_like(sequences[0]) if importance is None else importance.log().clamp(-18.42068, 20).sum(-1)
+        logs = torch.zeros_like(sequences[0])
+        if importance is not None:
+            logs = importance.to(acc).log().clamp(-18.42068, 20).sum(-1)
         sequences = torch.stack((sequences[0], logs))
     total, log_probs = ops.linear_preference(
         x, weight, target, sequences, kind, options, bias, tokens,
@@ -167,6 +172,30 @@ def check_policy(of: str, **options: Any) -> str:
     return kind
 
 
+def _check_reference(
+    log_probs: Tensor | None, ref_input: Tensor | None, ref_weight: Tensor | None, ref_bias: Tensor | None
+) -> None:
+    """Raise ValueError for parts of a reference model that do not go together: one of them would be ignored."""
+    if ref_input is None:
+        given = [n for n, t in (("ref_weight", ref_weight), ("ref_bias", ref_bias)) if t is not None]
+        if given:
+            raise ValueError(
+                f"grpo_loss: {given[0]} is given without ref_input; give the hidden states, or leave it out"
+            )
+    elif log_probs is not None:
+        raise ValueError("grpo_loss: both ref_per_token_logps and ref_input are given; give one of the two")
+    elif ref_weight is None:
+        raise ValueError("grpo_loss: ref_weight is None; ref_input needs the reference model's output layer beside it")
+
+
+def _check_items(count: Tensor | int | None) -> None:
+    """Raise TypeError or ValueError unless num_items_in_batch is a number, 0 or more, or a tensor of one."""
+    if isinstance(count, Tensor):
+        shaped("grpo_loss", "num_items_in_batch", count, (), (1,))
+    elif count is not None:
+        number("grpo_loss", "num_items_in_batch", count, 0.0)
+
+
 def _weights(
     loss_type: str, mask: Tensor, max_completion_length: int | None, num_items_in_batch: Tensor | int | None
 ) -> tuple[Tensor, Tensor | float]:
@@ -192,7 +221,7 @@ def _tokens_of_a_rank(mask: Tensor, num_items_in_batch: Tensor | int | None) -> 
         if distributed:
             torch.distributed.all_reduce(count)
     elif isinstance(num_items_in_batch, Tensor):
-        count = num_items_in_batch.to(mask)
+        count = num_items_in_batch.to(mask).reshape(())
     else:
         return max(1.0, num_items_in_batch / ranks)
     return (count / ranks).clamp(min=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import choice, flag, number, positive, shaped, size, tensor
+from tilesmith.engine.argument_checks import choice, flag, integer, number, positive, shaped, size, tensor
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, log_odds
 
 PAIRED = tuple(sorted(name for name, formula in FORMULAS.items() if formula.paired))
@@ -97,6 +97,7 @@ def preference_loss(
     tensor("preference_loss", "x", x)
     tensor("preference_loss", "target", target)
     check_options("preference_loss", loss_type, beta, label_smoothing, gamma, alpha, discopop_tau)
+    integer("preference_loss", "ignore_index", ignore_index)
     if target.ndim != 2 or target.shape[0] % 2:
         raise ValueError(
             f"preference_loss: target has shape {tuple(target.shape)}; it must be [B, T], chosen then rejected, "
@@ -113,13 +114,13 @@ def preference_loss(
         )
     shaped("preference_loss", "nll_target", nll_target, target.shape, device=x.device)
     pairs, counted = target.shape[0] // 2, target != ignore_index
-    lengths = counted.sum(-1).clamp(min=1)
-    average = average_log_prob or loss_type == "ipo"
-    sequences = torch.zeros(3, target.shape[0], device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    average, acc = average_log_prob or loss_type == "ipo", torch.promote_types(x.dtype, torch.float32)
+    lengths = _at_least_one(counted.sum(-1), acc)
+    sequences = torch.zeros(3, target.shape[0], device=x.device, dtype=acc)
     sequences[0] = 1 / lengths if average else 1.0
     if ref_logps is not None:
         sequences[1] = ref_logps.detach()
-    likely = counted[:pairs].sum().clamp(min=1)
+    likely = _at_least_one(counted[:pairs].sum(), acc)
     if alpha and nll_target is None:
         sequences[2, :pairs] = alpha * pairs / likely
     total, log_probs = ops.linear_preference(
@@ -170,6 +171,7 @@ def kto_loss(
     tensor("kto_loss", "target", target, ("B", "T"))
     size("kto_loss", "chunk_size", chunk_size, 0)
     number("kto_loss", "beta", beta, 0.0)
+    integer("kto_loss", "ignore_index", ignore_index)
     for name, value in _flags(average_log_prob, accumulate_fp32, recompute).items():
         flag("kto_loss", name, value)
     shaped("kto_loss", "ref_logps", ref_logps, target.shape[:1], device=x.device)
@@ -178,8 +180,9 @@ def kto_loss(
     if preference_labels is None or preference_labels.dtype != torch.bool:
         given = None if preference_labels is None else preference_labels.dtype
         raise TypeError(f"preference_labels has dtype {given}; it must be a bool tensor, true for desirable sequences")
-    sequences = torch.zeros(4, target.shape[0], device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-    sequences[0] = 1 / (target != ignore_index).sum(-1).clamp(min=1) if average_log_prob else 1.0
+    acc = torch.promote_types(x.dtype, torch.float32)
+    sequences = torch.zeros(4, target.shape[0], device=x.device, dtype=acc)
+    sequences[0] = 1 / _at_least_one((target != ignore_index).sum(-1), acc) if average_log_prob else 1.0
     if ref_logps is not None:
         sequences[1] = ref_logps.detach()
     sequences[2] = torch.where(preference_labels, 1.0, -1.0)
@@ -210,6 +213,12 @@ def sequence_log_probs(
     """Log-probabilities [B] of whole sequences, summed or averaged over counted tokens, without logits."""
     total = ops.linear_log_probs(x, weight, target, bias, ignore_index, scale, softcap).sum(-1)
     return total / (target != ignore_index).sum(-1).clamp(min=1) if average else total
+
+
+def _at_least_one(count: Tensor, dtype: torch.dtype) -> Tensor:
+    """Counts to divide by: a quotient of integers would have PyTorch's default dtype, which may be a half-precision
+    one."""
+    return count.clamp(min=1).to(dtype)
 
 
 def _flags(average_log_prob: bool, accumulate_fp32: bool, recompute: bool) -> dict[str, bool]:
@@ -244,8 +253,10 @@ def _not_negative(of: str, name: str, value: float) -> None:
 
 def _logit_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The sum of all logits of each sequence: linear, so two vectors suffice."""
-    sums = x.detach().sum(1, dtype=torch.float32) @ weight.detach().sum(0, dtype=torch.float32)
-    return sums if bias is None else sums + x.shape[1] * bias.detach().sum(dtype=torch.float32)
+    acc = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        sums = x.detach().sum(1, dtype=acc) @ weight.detach().sum(0, dtype=acc)
+    return sums if bias is None else sums + x.shape[1] * bias.detach().sum(dtype=acc)
 
 
 def _mean_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

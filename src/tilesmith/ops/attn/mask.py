@@ -170,7 +170,7 @@ class Score:
         """What is added to the scaled and capped scores, fp32 [B|1, H|1, T, S]: ALiBi and bias, zeros without them."""
         given = self.bias if self.alibi is None else self.alibi
         device = torch.device(device or "cpu") if given is None else given.device
-        term = torch.zeros(1, 1, tokens, keys, device=device)
+        term = torch.zeros(1, 1, tokens, keys, dtype=torch.float32, device=device)
         if self.alibi is not None:
             query, key = torch.arange(tokens, device=device), torch.arange(keys, device=device)
             distance = (query[:, None] + (keys - tokens) - key).abs()

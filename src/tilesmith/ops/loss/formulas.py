@@ -249,18 +249,24 @@ def _cispo(ratio, advantage, log_probs, log_ratio, sequences, o) -> tuple[Tensor
 
 
 def _sapo(ratio, advantage, log_probs, log_ratio, sequences, o) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    temperature = torch.where(advantage > 0, o.positive, o.negative)
+    temperature = _by_sign(advantage > 0, o.positive, o.negative, ratio)
     gate, nothing = temperature * (ratio - 1), torch.zeros_like(ratio)
     return -4 / temperature * torch.sigmoid(gate) * advantage, -4 * _bell(gate) * advantage, nothing, nothing.bool()
 
 
 def _vespo(ratio, advantage, log_probs, log_ratio, sequences, o) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     log_weight = (log_ratio.detach().clamp(-20, 20).sum(-1) + sequences[1]).clamp(_LEAST, 20)[:, None]
-    k = torch.where(advantage >= 0, o.k_positive, o.k_negative)
-    rate = torch.where(advantage >= 0, o.rate_positive, o.rate_negative).clamp(min=1e-4)
+    gains = advantage >= 0
+    k = _by_sign(gains, o.k_positive, o.k_negative, ratio)
+    rate = _by_sign(gains, o.rate_positive, o.rate_negative, ratio).clamp(min=1e-4)
     phi = (rate + k * log_weight - rate * log_weight.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     weight, nothing = (-phi * advantage).expand_as(ratio), torch.zeros_like(ratio)
     return weight * log_probs, nothing, weight, nothing.bool()
+
+
+def _by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    """One number or the other, in the dtype of `like`: `torch.where` of two numbers has PyTorch's default dtype."""
+    return torch.where(condition, like.new_full((), positive), like.new_full((), negative))
 
 
 _LEAST = math.log(1e-8)

@@ -80,10 +80,10 @@ def part_of(name: str, argument: str, held: int, group: Any, classes: int | None
     step = -(-classes // ranks)
     start = min(rank * step, classes)
     expected = min(step, classes - start)
-    if held != expected or held == 0:
+    if held != expected or classes == 0:
         raise ValueError(
             f"{name}: {argument} holds {held} classes; rank {rank} of {ranks} must hold {expected} of the {classes}, "
-            "and 1 at least"
+            "of which there must be 1 at least"
         )
     return Part(group, start, classes)
 
@@ -122,18 +122,24 @@ def token_losses(
     """As `reference.token_losses`: each token's cross-entropy without its z term, and lse; 0 where ignored."""
     smoothed, own = terms.label_smoothing > 0, _own(weight, logits, part)
     counted, valid, inside, at = _labels(target, terms, part, logits.shape[-1])
-    # over this rank's classes: lse and, if smoothed, the mean of w · (lse − z); the label is of no account
-    misses, part_lse, _ = ops.cross_entropy.handle(
-        logits, counted.long() - 1, own if smoothed else None, -1, 1.0 if smoothed else 0.0, 0.0, terms.scale,
-        terms.softcap, "none", pin=pinned("cross_entropy"),
-    )  # fmt: skip
-    chosen = _scores(logits.gather(-1, at[..., None])[..., 0], terms, part_lse.dtype)
-    top = exchange(part_lse, "max", part)
-    sums = [(part_lse - top).exp(), torch.where(inside, chosen, 0.0)]
-    if smoothed:
-        own_weights = logits.shape[-1] if own is None else own.to(top.dtype).sum()
-        sums.append(logits.shape[-1] * misses + own_weights * (top - part_lse))
-    total, chosen, *every = exchange(torch.stack(sums), "sum", part)
+    if logits.shape[-1] == 0:  # more ranks than classes, or nearly: this one adds nothing, but exchanges as all do
+        acc = torch.promote_types(logits.dtype, torch.float32)
+        top = exchange(torch.full(target.shape, float("-inf"), dtype=acc, device=logits.device), "max", part)
+        sums = top.new_zeros(3 if smoothed else 2, *target.shape)
+    else:
+        # over this rank's classes: lse and, if smoothed, the mean of w · (lse − z); the label is of no account
+        misses, part_lse, _ = ops.cross_entropy.handle(
+            logits, counted.long() - 1, own if smoothed else None, -1, 1.0 if smoothed else 0.0, 0.0, terms.scale,
+            terms.softcap, "none", pin=pinned("cross_entropy"),
+        )  # fmt: skip
+        chosen = _scores(logits.gather(-1, at[..., None])[..., 0], terms, part_lse.dtype)
+        top = exchange(part_lse, "max", part)
+        sums = [(part_lse - top).exp(), torch.where(inside, chosen, 0.0)]
+        if smoothed:
+            own_weights = logits.shape[-1] if own is None else own.to(top.dtype).sum()
+            sums.append(logits.shape[-1] * misses + own_weights * (top - part_lse))
+        sums = torch.stack(sums)
+    total, chosen, *every = exchange(sums, "sum", part)
     lse = top + total.log()
     losses = lse - chosen
     if weight is not None:
@@ -163,6 +169,8 @@ def logit_grads(
     where another rank has that the first, is computed here.
     """
     smoothing, width, dtype = terms.label_smoothing, logits.shape[-1], lse.dtype
+    if width == 0:
+        return torch.empty_like(logits)
     own = _own(weight, logits, part)
     counted, valid, inside, at = _labels(target, terms, part, width)
     token_grad = torch.where(counted, torch.where(valid, token_grad, float("nan")), 0.0).to(dtype)

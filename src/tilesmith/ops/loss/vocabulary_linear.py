@@ -162,7 +162,7 @@ class Gradients:
         self.shape = x.shape if mask[0] else self.dx.shape
         self.dweight = weight.new_zeros(weight.shape if mask[1] else 0, dtype=acc if wide else x.dtype)
         self.dbias = weight.new_zeros(weight.shape[0] if mask[2] else 0, dtype=acc)
-        row = weight.shape[0] * x.element_size()
+        row = max(1, weight.shape[0]) * x.element_size()
         pieces = -(-self.x.shape[0] // max(budget(x.device) // row, FEWEST_TOKENS)) or 1
         self.size = call.chunk_tokens or max(1, -(-self.x.shape[0] // pieces))
 

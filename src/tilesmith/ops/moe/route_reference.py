@@ -116,7 +116,7 @@ def _loads(indices: Tensor, experts: int) -> Tensor:
     chosen = indices.reshape(-1)
     there = (chosen >= 0) & (chosen < experts)
     chosen = torch.where(there, chosen, experts).long()
-    return torch.zeros(experts + 1, device=chosen.device).index_add(0, chosen, there.float())[:experts]
+    return there.new_zeros(experts + 1, dtype=torch.float32).index_add(0, chosen, there.float())[:experts]
 
 
 def _chosen(

@@ -68,7 +68,7 @@ def _cpu_refuses_rows() -> str:
 @cache
 def _try_rows() -> str:
     a = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
-    factor = torch.ones(16, 1)
+    factor = torch.ones(16, 1, dtype=torch.float32)
     try:
         torch._scaled_mm(a, a.t(), factor, factor.view(1, 16), out_dtype=torch.bfloat16)
     except (RuntimeError, NotImplementedError) as problem:

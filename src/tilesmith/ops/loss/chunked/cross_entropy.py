@@ -99,7 +99,7 @@ def _forward(
     for rows in blocks(logits):
         z, slope = scores(logits[rows].to(losses.dtype, copy=copied), terms, grad != "")
         block = _Block(z, target[rows], class_weight, terms, 0, logits.shape[1])
-        peak = z.amax(-1, keepdim=True)
+        peak = finite_peak(z.amax(-1, keepdim=True))
         chosen = z.gather(-1, block.label)[:, 0]
         total = block.weighted_sum(z) if terms.label_smoothing else None
         sums = z.sub_(peak).exp_().sum(-1)
@@ -235,6 +235,12 @@ class _Block:
             z.index_fill_(0, (~self.counted).nonzero()[:, 0], 0.0)
         else:
             z.masked_fill_(~self.counted[:, None], 0.0)
+
+
+def finite_peak(peak: Tensor) -> Tensor:
+    """What is taken off a row's scores: 0 where all are -inf, whose lse is then -inf, as a slice of the vocabulary
+    whose classes are all masked needs it."""
+    return peak.masked_fill(peak == float("-inf"), 0.0)
 
 
 def scores(z: Tensor, terms: Terms, grad: bool) -> tuple[Tensor, Tensor | None]:

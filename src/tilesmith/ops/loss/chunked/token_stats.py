@@ -11,7 +11,7 @@ from tilesmith.ops.loss.arguments import (
     token_stats_arguments,
     token_stats_vjp_arguments,
 )
-from tilesmith.ops.loss.chunked.cross_entropy import KEEPING_STEPS, blocks, scores
+from tilesmith.ops.loss.chunked.cross_entropy import KEEPING_STEPS, blocks, finite_peak, scores
 from tilesmith.ops.loss.reduction import check_labels
 from tilesmith.ops.loss.reference import Terms, counted_labels
 
@@ -59,6 +59,7 @@ def _read(
         counted, valid, label = counted_labels(target[rows], logits.shape[1], terms.ignore_index)
         z, _ = scores(logits[rows].to(lse.dtype, copy=True), terms, False)
         peak, best = z.max(-1)
+        peak = finite_peak(peak)
         z.sub_(peak[:, None])
         e = z.exp()
         sums = e.sum(-1)
@@ -91,7 +92,7 @@ def _turn(
         z.scatter_add_(-1, label[:, None], dchosen)
         if slope is not None:
             z.mul_(slope)
-        z.mul_(torch.where(valid, terms.scale, float("nan"))[:, None])
+        z.mul_(torch.where(valid, lse.new_full((), terms.scale), float("nan"))[:, None])
         (logits if out is None else out)[rows] = z.masked_fill_(~counted[:, None], 0.0)
 
 
