@@ -17,6 +17,7 @@ from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.models import optimize, undo
 from tilesmith.models.layers import experts as rules
 from tilesmith.ops.moe import plan, schedule
+from tilesmith.precision import FP8Config, convert_model_to_fp8
 
 MODELS = {
     "mixtral": "computes experts (swiglu)",
@@ -224,6 +225,93 @@ def test_an_activation_that_is_watched_or_replaced_later_is_called(asked):
     else:
         with pytest.raises(ValueError, match="does not serve Qwen3MoeExperts.*choose 'grouped_mm'"):
             model(**inputs)
+
+
+def layer(model):
+    """The experts of the first layer."""
+    return model.model.layers[0].mlp.experts
+
+
+def tokens(count=7, scale=3.0):
+    """Arguments of experts of 64 features, of which there are four."""
+    generator = torch.Generator().manual_seed(3)
+    x = scale * torch.randn(count, 64, generator=generator)
+    return x, torch.randint(4, (count, 2), generator=generator), torch.rand(count, 2, generator=generator)
+
+
+def functional(model):
+    for one in model.model.layers:
+        del one.mlp.experts.act_fn
+        one.mlp.experts.act_fn = torch_nn.functional.silu
+    return model
+
+
+CHANGES = {
+    "limit": ("gpt_oss", lambda experts: setattr(experts, "limit", 0.5)),
+    "alpha": ("gpt_oss", lambda experts: setattr(experts, "alpha", 1.1)),
+    "function": ("mixtral", lambda experts: setattr(experts, "act_fn", torch_nn.functional.gelu)),
+}
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("asked", ["optimize", "register"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_setting_of_experts_that_is_changed_later_counts(change, asked):
+    family, apply = CHANGES[change]
+    model, plain = (build(family, layers=1) for _ in range(2))
+    if change == "function":
+        model, plain = functional(model), functional(plain)
+    if asked == "optimize":
+        optimize(model, only="experts")
+    else:
+        tilesmith.register_for_transformers()
+        model.set_experts_implementation("tilesmith")
+    call = tokens()
+    before = layer(model)(*call)
+    torch.testing.assert_close(before, layer(plain)(*call))
+    for one in (model, plain):
+        apply(layer(one))
+    assert not torch.allclose(layer(plain)(*call), before)
+    torch.testing.assert_close(layer(model)(*call), layer(plain)(*call))
+
+
+@pytest.mark.usefixtures("served")
+def test_other_experts_that_are_asked_for_later_are_called(monkeypatch):
+    integration = pytest.importorskip("transformers.integrations.moe")
+    monkeypatch.setitem(integration.ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", lambda module, x, *_: 2 * x)
+    model, call = optimize(build("qwen3_moe", layers=1), only="experts"), tokens()
+    model.config._experts_implementation = "mine"
+    assert torch.equal(layer(model)(*call), 2 * call[0])
+
+
+@pytest.mark.usefixtures("served")
+def test_layers_of_one_class_with_other_settings_are_told_apart():
+    model, plain = (build("mixtral") for _ in range(2))
+    for one in (model, plain):
+        for layers, approximate in zip(one.model.layers, ("tanh", "none")):
+            layers.mlp.experts.act_fn = torch_nn.GELU(approximate)
+    optimize(model, only="experts")
+    assert [row.reason for row in rows(model)] == ["computes experts (geglu)", "computes experts (geglu_erf)"]
+    call = tokens(scale=10.0)
+    for ours, theirs in zip(model.model.layers, plain.model.layers):
+        torch.testing.assert_close(ours.mlp.experts(*call), theirs.mlp.experts(*call), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("asked", ["optimize", "register", "fp8"])
+def test_under_autocast_experts_return_the_dtype_of_their_tokens(asked):
+    model, call = build("qwen3_moe", layers=1), tokens()
+    if asked == "register":
+        tilesmith.register_for_transformers()
+        model.set_experts_implementation("tilesmith")
+    else:
+        optimize(model, only="experts")
+    if asked == "fp8":
+        convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = layer(model)(*call), layer(build("qwen3_moe", layers=1))(*call)
+    assert found.dtype is wanted.dtype is torch.float32
+    assert (found - wanted).abs().max() <= (0.2 if asked == "fp8" else 0.02) * wanted.abs().max()
 
 
 # routing ----------------------------------------------------------------------------------------------------------
