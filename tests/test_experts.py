@@ -239,6 +239,101 @@ def tokens(count=7, scale=3.0):
     return x, torch.randint(4, (count, 2), generator=generator), torch.rand(count, 2, generator=generator)
 
 
+def capacity(self, hidden_states, top_k_index, top_k_weights):
+    """As the class, without the tokens that come when an expert has its share of all twice over."""
+    one = torch_nn.functional.one_hot(top_k_index.flatten(), self.num_experts)
+    place = (one.cumsum(0) * one).sum(-1).view_as(top_k_index)
+    late = place > 2 * top_k_index.numel() // self.num_experts
+    return super(type(self), self).forward(hidden_states, top_k_index, top_k_weights.masked_fill(late, 0))
+
+
+def null(self, hidden_states, top_k_index, top_k_weights):
+    """As the class, but that the last expert gives nothing."""
+    weights = top_k_weights.masked_fill(top_k_index == self.num_experts - 1, 0)
+    return super(type(self), self).forward(hidden_states, top_k_index, weights)
+
+
+def test_experts_that_treat_some_tokens_or_experts_otherwise_stay():
+    (row,) = rows(optimize(torch_nn.Sequential(changed(forward=capacity)), only="experts"))
+    assert row.action == "skipped" and row.reason == "it computes something else where most tokens choose one expert"
+    module = changed(forward=null)
+    module.num_experts = 32
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(module, name, torch_nn.Parameter(torch.randn(32, *getattr(module, name).shape[1:])))
+    (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
+    assert row.action == "skipped" and "on small inputs it differs" in row.reason
+
+
+@pytest.mark.usefixtures("served")
+def test_tokens_in_rows_with_experts_in_a_list_are_the_module_s_own():
+    plain = type(changed()).forward
+
+    def flat(self, hidden_states, top_k_index, top_k_weights):
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return plain(self, rows, top_k_index, top_k_weights).reshape(hidden_states.shape)
+
+    module, (x, indices, weights) = changed(forward=flat), tokens(6)
+    wanted = module(x.view(2, 3, 64), indices, weights)
+    optimize(torch_nn.Sequential(module), only="experts")
+    torch.testing.assert_close(module(x, indices, weights), wanted.view(6, 64))
+    assert torch.equal(module(x.view(2, 3, 64), indices, weights), wanted)
+
+
+class Packed(torch.Tensor):
+    """A weight of one byte a number, as torchao wraps them."""
+
+    @staticmethod
+    def __new__(cls, codes, factor):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=factor.dtype)
+
+    def __init__(self, codes, factor):
+        self.codes, self.factor = codes, factor
+
+    def __tensor_flatten__(self):
+        return ["codes", "factor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, *_):
+        return Packed(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].codes, args[0].factor)
+        assert function.namespace == "aten", f"{function} does not know a packed weight"
+        unpacked = (a.codes * a.factor if isinstance(a, cls) else a for a in args)
+        return function(*unpacked, **(kwargs or {}))
+
+
+def packed(experts):
+    for name in ("gate_up_proj", "down_proj"):
+        weight = experts._parameters[name].detach()
+        factor = weight.abs().max() / 127
+        experts._parameters[name] = torch_nn.Parameter(Packed((weight / factor).round().char(), factor), False)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("later", [False, True])
+def test_experts_whose_weights_wrap_packed_ones_stay(later):
+    model, plain, call = build("qwen3_moe", layers=1), build("qwen3_moe", layers=1), tokens()
+    if later:
+        optimize(model, only="experts")
+    for one in (model, plain):
+        packed(layer(one))
+    if not later:
+        (row,) = rows(optimize(model, only="experts"))
+        assert row.action == "skipped"
+        assert row.reason == "its gate_up_proj is quantised (Packed); quantised experts are not served"
+    assert torch.equal(layer(model)(*call), layer(plain)(*call))
+
+
+def test_weights_of_8_bits_are_told_from_others():
+    module = build("qwen3_moe", layers=1).model.layers[0].mlp.experts.to(torch.float8_e4m3fn)
+    (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
+    assert row.action == "skipped"
+    assert row.reason == "its gate_up_proj is quantised (torch.float8_e4m3fn); quantised experts are not served"
+
+
 def functional(model):
     for one in model.model.layers:
         del one.mlp.experts.act_fn

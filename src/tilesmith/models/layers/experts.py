@@ -29,6 +29,7 @@ from tilesmith.models.layers.stacked_experts import (
     first_weight,
     quantised,
     recognise,
+    wraps,
 )
 from tilesmith.models.reach import PassedOver, Settings, observed, passed_over, ran, reaches, untouched
 from tilesmith.nn.norm import CASTER, casting_child
@@ -97,10 +98,12 @@ def register_experts() -> None:
 
 def _served(args: tuple, more: Iterable[Any] = ()) -> bool:
     """Whether the op takes a call with the arguments of `experts_of` and `more` tensors: a kernel is there, tensors are
-    whole and, but under autocast, of one dtype."""
-    x, up, down, _, _, *biases = args[:7]
+    whole, not packed and, but under autocast, of one dtype, and each token has its own experts and weights."""
+    x, up, down, indices, weights, *biases = args[:7]
     one = all(t is None or t.dtype == x.dtype for t in (up, down, *biases)) or torch.is_autocast_enabled(x.device.type)
-    return reaches("experts", x) and one and not distributed((*args, *more))
+    fits = indices.shape[:-1] == x.shape[:-1] and weights.shape == indices.shape
+    packed = any(map(wraps, (up, down)))
+    return reaches("experts", x) and one and fits and not packed and not distributed((*args, *more))
 
 
 @dataclass(frozen=True)
