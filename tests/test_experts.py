@@ -841,3 +841,17 @@ def test_layers_refuse_what_does_not_fit():
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_decoder_of_experts_runs_without_memory():
+    config = nn.DecoderConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, max_positions=32,
+        num_experts=4, experts_per_token=2, expert_size=16, shared_size=16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        decoder, text = nn.Decoder(config), torch.zeros(2, 16, dtype=torch.long)
+    loss = decoder(text, text)
+    assert loss.is_meta and loss.shape == ()
+    loss.backward()
+    assert all(p.grad.is_meta and p.grad.shape == p.shape for p in decoder.parameters())
