@@ -239,6 +239,16 @@ def tokens(count=7, scale=3.0):
     return x, torch.randint(4, (count, 2), generator=generator), torch.rand(count, 2, generator=generator)
 
 
+@pytest.mark.usefixtures("served")
+def test_what_experts_return_may_be_added_to():
+    (x, indices, weights), found = tokens(), []
+    for module in (build("mixtral", layers=1), optimize(build("mixtral", layers=1), only="experts")):
+        y = layer(module)(x.requires_grad_(), indices, weights)
+        y += x
+        found.append(torch.autograd.grad(y.square().sum(), [x, *layer(module).parameters()]))
+    torch.testing.assert_close(*found)
+
+
 def capacity(self, hidden_states, top_k_index, top_k_weights):
     """As the class, without the tokens that come when an expert has its share of all twice over."""
     one = torch_nn.functional.one_hot(top_k_index.flatten(), self.num_experts)
