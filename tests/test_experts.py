@@ -275,7 +275,8 @@ def test_experts_that_treat_some_tokens_or_experts_otherwise_stay():
 
 
 @pytest.mark.usefixtures("served")
-def test_tokens_in_rows_with_experts_in_a_list_are_the_module_s_own():
+@pytest.mark.parametrize("eight", [False, True])
+def test_tokens_in_rows_with_experts_in_a_list_are_the_module_s_own(eight):
     plain = type(changed()).forward
 
     def flat(self, hidden_states, top_k_index, top_k_weights):
@@ -284,8 +285,11 @@ def test_tokens_in_rows_with_experts_in_a_list_are_the_module_s_own():
 
     module, (x, indices, weights) = changed(forward=flat), tokens(6)
     wanted = module(x.view(2, 3, 64), indices, weights)
-    optimize(torch_nn.Sequential(module), only="experts")
+    model = optimize(torch_nn.Sequential(module), only="experts")
     torch.testing.assert_close(module(x, indices, weights), wanted.view(6, 64))
+    if eight:
+        convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=1))
+        assert not torch.equal(module(x, indices, weights), wanted.view(6, 64))
     assert torch.equal(module(x.view(2, 3, 64), indices, weights), wanted)
 
 

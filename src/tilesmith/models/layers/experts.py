@@ -98,12 +98,17 @@ def register_experts() -> None:
 
 def _served(args: tuple, more: Iterable[Any] = ()) -> bool:
     """Whether the op takes a call with the arguments of `experts_of` and `more` tensors: a kernel is there, tensors are
-    whole, not packed and, but under autocast, of one dtype, and each token has its own experts and weights."""
+    whole, not packed and, but under autocast, of one dtype, and each token has experts and weights of its own."""
     x, up, down, indices, weights, *biases = args[:7]
     one = all(t is None or t.dtype == x.dtype for t in (up, down, *biases)) or torch.is_autocast_enabled(x.device.type)
-    fits = indices.shape[:-1] == x.shape[:-1] and weights.shape == indices.shape
     packed = any(map(wraps, (up, down)))
-    return reaches("experts", x) and one and fits and not packed and not distributed((*args, *more))
+    whole = _fits(x, indices, weights) and not packed and not distributed((*args, *more))
+    return reaches("experts", x) and one and whole
+
+
+def _fits(x: Tensor, indices: Tensor, weights: Tensor) -> bool:
+    """Whether each token has experts and weights of its own."""
+    return indices.shape[:-1] == x.shape[:-1] and weights.shape == indices.shape
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class ExpertsForm(Form):
                 return base.forward(self, *args, **kwargs)
             x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
             weights = given(third, 2, args, kwargs)
-            if not as_it_was(self) or _asked(self) not in _REPLACED:
+            if not as_it_was(self) or _asked(self) not in _REPLACED or not _fits(x, indices, weights):
                 return base.forward(self, *args, **kwargs)
             child = casting_child(self, x)
             if child is not None:
