@@ -598,3 +598,26 @@ def test_a_setting_that_is_changed_later_counts(which, compiled):
             with Calls() as counts:
                 model[0](*x)
             assert op not in counts
+
+
+class Alternating(FunctionalMlp):
+    """Every second layer has another activation."""
+
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x):
+        """Reads its number."""
+        act = F.gelu if self.layer_idx % 2 else F.silu
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_layers_whose_number_decides_what_they_compute_are_told_apart():
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(*map(Alternating, range(4))), 2 * torch.randn(3, 8)
+    model = optimize(copy.deepcopy(plain), only="mlp")
+    found = [next(word for word in ("silu", "gelu") if word in row.reason) for row in model.tilesmith_report.replaced]
+    assert found == ["silu", "gelu"] * 2
+    for ours, theirs in zip(model, plain):
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)

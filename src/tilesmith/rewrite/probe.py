@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -155,6 +156,17 @@ def _kind(child: nn.Module) -> Hashable:
     return original_class(type(child)), settings, tuple((name, _kind(c)) for name, c in child.named_children())
 
 
+def number_of(module: nn.Module) -> int | None:
+    """The index of the layer of a module whose methods read it, so that layers may compute something else."""
+    return module.__dict__.get("layer_idx") if _reads_number(original_class(type(module))) else None
+
+
+@functools.cache
+def _reads_number(cls: type) -> bool:
+    methods = (vars(base).get(name) for base in cls.__mro__ for name in vars(base) if name != "__init__")
+    return any("layer_idx" in inspect.unwrap(m).__code__.co_names for m in methods if inspect.isfunction(m))
+
+
 def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The numbers, strings, flags and functions among a module's attributes, by name; not what layers differ in."""
     kinds = (*_PLAIN, types.FunctionType, types.BuiltinFunctionType)
@@ -163,5 +175,5 @@ def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 _PLAIN = (bool, int, float, str, type(None))
-# Attributes in which the layers of one model differ without computing anything else.
+# Attributes in which the layers of one model differ, as a rule without computing anything else (`number_of`).
 _OWN = frozenset({"training", "layer_idx"})

@@ -64,7 +64,7 @@ class ActivationRule(Rule):
         cls = original_class(type(module))
         named = any(word in cls.__name__.lower() for word in ("gelu", "silu", "swish", "relusquared"))
         try:
-            function = self._verdicts.of(module, lambda: recognise(module))
+            function = self._verdicts.of(module, lambda: recognise(module), probe.number_of(module))
         except Unlike as verdict:
             return Skip(str(verdict)) if named else None
         holder = next(site.holders(), None)

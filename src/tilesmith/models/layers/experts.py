@@ -199,7 +199,7 @@ class ExpertsRule(Rule):
         if getattr(module, "_is_expert_parallel", False):
             return Skip(f"transformers spreads its experts over ranks; load it with experts_implementation={NAME!r}")
         try:
-            found = self._verdicts.of(module, lambda: recognise(module))
+            found = self._verdicts.of(module, lambda: recognise(module), probe.number_of(module))
         except Unlike as verdict:
             return Skip(str(verdict))
         return Replace(ExpertsForm(found, _children(module), probe.settings_of(module)), ("experts",), str(found))
@@ -214,7 +214,7 @@ class ExpertsRule(Rule):
         if reason is not None:
             return Skip(f"{reason}: adapters are added to whole weights, by PEFT")
         try:
-            found = self._verdicts.of(inner, lambda: recognise(inner))
+            found = self._verdicts.of(inner, lambda: recognise(inner), probe.number_of(inner))
             self._verdicts.of(inner, lambda: check_adapters(module, inner, found), *kinds(module))
         except Unlike as verdict:
             return Skip(str(verdict))

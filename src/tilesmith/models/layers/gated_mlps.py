@@ -170,7 +170,8 @@ class GatedMlpRule(Rule):
         if len(dtypes) > 1:
             return Skip("its linear layers have different dtypes") if named else None
         try:
-            form = self._verdicts.of(module, lambda: recognise(module), tuple(_sizes(c) for c in layers.values()))
+            sizes = tuple(_sizes(c) for c in layers.values())
+            form = self._verdicts.of(module, lambda: recognise(module), sizes, probe.number_of(module))
         except Unlike as verdict:
             return Skip(_with_norm(module, str(verdict))) if named else None
         return Replace(replace(form, recompute=self._recompute), (form.op,), str(form.mlp))

@@ -98,7 +98,7 @@ class GatedNormRule(Rule):
         if set(parameters) != {"weight"} or parameters["weight"].ndim != 1:
             return Skip(f"its forward takes ({', '.join(inputs)})") if named else None
         try:
-            found = self._verdicts.of(module, lambda: recognise(module))
+            found = self._verdicts.of(module, lambda: recognise(module), probe.number_of(module))
         except Unlike as verdict:
             return Skip(f"its forward takes ({', '.join(inputs)}); {verdict}") if named else None
         settings = tuple(one for one in probe.settings_of(module) if one[0] != found.eps)  # which each call reads
