@@ -17,6 +17,7 @@ from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.models import optimize, undo
 from tilesmith.models.layers import experts as rules
 from tilesmith.ops.moe import plan, schedule
+from tilesmith.precision import FP8Config, convert_model_to_fp8
 
 MODELS = {
     "mixtral": "computes experts (swiglu)",
@@ -224,6 +225,202 @@ def test_an_activation_that_is_watched_or_replaced_later_is_called(asked):
     else:
         with pytest.raises(ValueError, match="does not serve Qwen3MoeExperts.*choose 'grouped_mm'"):
             model(**inputs)
+
+
+def layer(model):
+    """The experts of the first layer."""
+    return model.model.layers[0].mlp.experts
+
+
+def tokens(count=7, scale=3.0):
+    """Arguments of experts of 64 features, of which there are four."""
+    generator = torch.Generator().manual_seed(3)
+    x = scale * torch.randn(count, 64, generator=generator)
+    return x, torch.randint(4, (count, 2), generator=generator), torch.rand(count, 2, generator=generator)
+
+
+@pytest.mark.usefixtures("served")
+def test_what_experts_return_may_be_added_to():
+    (x, indices, weights), found = tokens(), []
+    for module in (build("mixtral", layers=1), optimize(build("mixtral", layers=1), only="experts")):
+        y = layer(module)(x.requires_grad_(), indices, weights)
+        y += x
+        found.append(torch.autograd.grad(y.square().sum(), [x, *layer(module).parameters()]))
+    torch.testing.assert_close(*found)
+
+
+def capacity(self, hidden_states, top_k_index, top_k_weights):
+    """As the class, without the tokens that come when an expert has its share of all twice over."""
+    one = torch_nn.functional.one_hot(top_k_index.flatten(), self.num_experts)
+    place = (one.cumsum(0) * one).sum(-1).view_as(top_k_index)
+    late = place > 2 * top_k_index.numel() // self.num_experts
+    return super(type(self), self).forward(hidden_states, top_k_index, top_k_weights.masked_fill(late, 0))
+
+
+def null(self, hidden_states, top_k_index, top_k_weights):
+    """As the class, but that the last expert gives nothing."""
+    weights = top_k_weights.masked_fill(top_k_index == self.num_experts - 1, 0)
+    return super(type(self), self).forward(hidden_states, top_k_index, weights)
+
+
+def test_experts_that_treat_some_tokens_or_experts_otherwise_stay():
+    (row,) = rows(optimize(torch_nn.Sequential(changed(forward=capacity)), only="experts"))
+    assert row.action == "skipped" and row.reason == "it computes something else where most tokens choose one expert"
+    module = changed(forward=null)
+    module.num_experts = 32
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(module, name, torch_nn.Parameter(torch.randn(32, *getattr(module, name).shape[1:])))
+    (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
+    assert row.action == "skipped" and "on small inputs it differs" in row.reason
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("eight", [False, True])
+def test_tokens_in_rows_with_experts_in_a_list_are_the_module_s_own(eight):
+    plain = type(changed()).forward
+
+    def flat(self, hidden_states, top_k_index, top_k_weights):
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return plain(self, rows, top_k_index, top_k_weights).reshape(hidden_states.shape)
+
+    module, (x, indices, weights) = changed(forward=flat), tokens(6)
+    wanted = module(x.view(2, 3, 64), indices, weights)
+    model = optimize(torch_nn.Sequential(module), only="experts")
+    torch.testing.assert_close(module(x, indices, weights), wanted.view(6, 64))
+    if eight:
+        convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=1))
+        assert not torch.equal(module(x, indices, weights), wanted.view(6, 64))
+    assert torch.equal(module(x.view(2, 3, 64), indices, weights), wanted)
+
+
+class Packed(torch.Tensor):
+    """A weight of one byte a number, as torchao wraps them."""
+
+    @staticmethod
+    def __new__(cls, codes, factor):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=factor.dtype)
+
+    def __init__(self, codes, factor):
+        self.codes, self.factor = codes, factor
+
+    def __tensor_flatten__(self):
+        return ["codes", "factor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, *_):
+        return Packed(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].codes, args[0].factor)
+        assert function.namespace == "aten", f"{function} does not know a packed weight"
+        unpacked = (a.codes * a.factor if isinstance(a, cls) else a for a in args)
+        return function(*unpacked, **(kwargs or {}))
+
+
+def packed(experts):
+    for name in ("gate_up_proj", "down_proj"):
+        weight = experts._parameters[name].detach()
+        factor = weight.abs().max() / 127
+        experts._parameters[name] = torch_nn.Parameter(Packed((weight / factor).round().char(), factor), False)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("later", [False, True])
+def test_experts_whose_weights_wrap_packed_ones_stay(later):
+    model, plain, call = build("qwen3_moe", layers=1), build("qwen3_moe", layers=1), tokens()
+    if later:
+        optimize(model, only="experts")
+    for one in (model, plain):
+        packed(layer(one))
+    if not later:
+        (row,) = rows(optimize(model, only="experts"))
+        assert row.action == "skipped"
+        assert row.reason == "its gate_up_proj is quantised (Packed); quantised experts are not served"
+    assert torch.equal(layer(model)(*call), layer(plain)(*call))
+
+
+def test_weights_of_8_bits_are_told_from_others():
+    module = build("qwen3_moe", layers=1).model.layers[0].mlp.experts.to(torch.float8_e4m3fn)
+    (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
+    assert row.action == "skipped"
+    assert row.reason == "its gate_up_proj is quantised (torch.float8_e4m3fn); quantised experts are not served"
+
+
+def functional(model):
+    for one in model.model.layers:
+        del one.mlp.experts.act_fn
+        one.mlp.experts.act_fn = torch_nn.functional.silu
+    return model
+
+
+CHANGES = {
+    "limit": ("gpt_oss", lambda experts: setattr(experts, "limit", 0.5)),
+    "alpha": ("gpt_oss", lambda experts: setattr(experts, "alpha", 1.1)),
+    "function": ("mixtral", lambda experts: setattr(experts, "act_fn", torch_nn.functional.gelu)),
+}
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("asked", ["optimize", "register"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_setting_of_experts_that_is_changed_later_counts(change, asked):
+    family, apply = CHANGES[change]
+    model, plain = (build(family, layers=1) for _ in range(2))
+    if change == "function":
+        model, plain = functional(model), functional(plain)
+    if asked == "optimize":
+        optimize(model, only="experts")
+    else:
+        tilesmith.register_for_transformers()
+        model.set_experts_implementation("tilesmith")
+    call = tokens()
+    before = layer(model)(*call)
+    torch.testing.assert_close(before, layer(plain)(*call))
+    for one in (model, plain):
+        apply(layer(one))
+    assert not torch.allclose(layer(plain)(*call), before)
+    torch.testing.assert_close(layer(model)(*call), layer(plain)(*call))
+
+
+@pytest.mark.usefixtures("served")
+def test_other_experts_that_are_asked_for_later_are_called(monkeypatch):
+    integration = pytest.importorskip("transformers.integrations.moe")
+    monkeypatch.setitem(integration.ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", lambda module, x, *_: 2 * x)
+    model, call = optimize(build("qwen3_moe", layers=1), only="experts"), tokens()
+    model.config._experts_implementation = "mine"
+    assert torch.equal(layer(model)(*call), 2 * call[0])
+
+
+@pytest.mark.usefixtures("served")
+def test_layers_of_one_class_with_other_settings_are_told_apart():
+    model, plain = (build("mixtral") for _ in range(2))
+    for one in (model, plain):
+        for layers, approximate in zip(one.model.layers, ("tanh", "none")):
+            layers.mlp.experts.act_fn = torch_nn.GELU(approximate)
+    optimize(model, only="experts")
+    assert [row.reason for row in rows(model)] == ["computes experts (geglu)", "computes experts (geglu_erf)"]
+    call = tokens(scale=10.0)
+    for ours, theirs in zip(model.model.layers, plain.model.layers):
+        torch.testing.assert_close(ours.mlp.experts(*call), theirs.mlp.experts(*call), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("asked", ["optimize", "register", "fp8"])
+def test_under_autocast_experts_return_the_dtype_of_their_tokens(asked):
+    model, call = build("qwen3_moe", layers=1), tokens()
+    if asked == "register":
+        tilesmith.register_for_transformers()
+        model.set_experts_implementation("tilesmith")
+    else:
+        optimize(model, only="experts")
+    if asked == "fp8":
+        convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = layer(model)(*call), layer(build("qwen3_moe", layers=1))(*call)
+    assert found.dtype is wanted.dtype is torch.float32
+    assert (found - wanted).abs().max() <= (0.2 if asked == "fp8" else 0.02) * wanted.abs().max()
 
 
 # routing ----------------------------------------------------------------------------------------------------------
@@ -658,3 +855,17 @@ def test_layers_refuse_what_does_not_fit():
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_decoder_of_experts_runs_without_memory():
+    config = nn.DecoderConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, max_positions=32,
+        num_experts=4, experts_per_token=2, expert_size=16, shared_size=16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        decoder, text = nn.Decoder(config), torch.zeros(2, 16, dtype=torch.long)
+    loss = decoder(text, text)
+    assert loss.is_meta and loss.shape == ()
+    loss.backward()
+    assert all(p.grad.is_meta and p.grad.shape == p.shape for p in decoder.parameters())

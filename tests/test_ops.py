@@ -472,6 +472,35 @@ def test_two_runs_are_bitwise_equal(name):
         assert torch.equal(*(x[n].double().nan_to_num(nan=3.0) for x in (first, second))), n
 
 
+def _apart(name):
+    """An op with each test case by its reference, and with the first one by each kernel that runs here."""
+    tested = [c for c in cases(name) if "test" in c.tags]
+    for backend in kernels_of(ops()[name]):
+        for case in tested if backend == REFERENCE else tested[:1]:
+            yield pytest.param(name, case, backend, id=f"{name}-{backend}-{case.name}")
+
+
+@pytest.mark.parametrize(("name", "case", "backend"), [one for name in DIFFERENTIABLE for one in _apart(name)])
+def test_an_output_may_be_written_to(name, case, backend):
+    """Models add to what a layer returns, in place: autograd refuses that for views, and inputs must not change."""
+    op = ops()[name]
+    args = op.bind((), case.build(DEVICE, case.dtypes[0], case.generator()))
+    leaves = [a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() and i == 0 else a
+              for i, a in enumerate(args)]  # fmt: skip
+    try:
+        with use(**{name: backend}):
+            outs = op(*leaves)
+    except NotImplementedError:
+        pytest.skip("the kernel does not serve this case")
+    kept = [a.detach().clone() if isinstance(a, Tensor) else None for a in args]
+    for out in outs if isinstance(outs, tuple) else (outs,):
+        if isinstance(out, Tensor) and out.is_floating_point():
+            out += 1
+    for before, after in zip(kept, args):
+        bytes_of = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (before, after) if t is not None)
+        assert before is None or torch.equal(*bytes_of)
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if ops()[n].mutates])
 def test_autograd_can_tell_what_was_written(name):
     op, args = arguments_of(name)

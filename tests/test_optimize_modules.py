@@ -557,3 +557,67 @@ def test_a_gated_mlp_with_a_norm_says_what_is_missing():
     model = optimize(nn.Sequential(BitNetMLP(transformers.BitNetConfig(hidden_size=16, intermediate_size=32))))
     (row,) = [row for row in model.tilesmith_report.rows if row.rule == "mlp"]
     assert "ffn_sub_norm, a norm: no op computes a norm of the gated product" in row.reason
+
+
+class FunctionalMlp(nn.Module):
+    """A gated MLP whose activation is a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(*s) for s in ((8, 16), (8, 16), (16, 8)))
+        self.act = F.silu
+
+    def forward(self, x):
+        """down(act(gate(x)) * up(x))."""
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+LATER = {
+    "gelu": (nn.GELU, "approximate", "tanh", "gelu", 1),
+    "mlp": (FunctionalMlp, "act", F.gelu, "swiglu", 1),
+    "gated norm": (GatedNorm, "group_size", 12, "rms_norm_gated", 2),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("which", LATER)
+def test_a_setting_that_is_changed_later_counts(which, compiled):
+    make, setting, value, op, inputs = LATER[which]
+    torch.manual_seed(0)
+    plain = make()
+    model, x = optimize(nn.Sequential(copy.deepcopy(plain))), [torch.randn(3, 24 if inputs == 2 else 8) * 3] * inputs
+    call = torch.compile(model[0], backend="eager") if compiled else model[0]
+    with use(**{op: "reference"}):
+        torch.testing.assert_close(call(*x), plain(*x))
+        before = plain(*x)
+        for one in (plain, model[0]):
+            setattr(one, setting, value)
+        assert (plain(*x) - before).abs().max() > 1e-5
+        torch.testing.assert_close(call(*x), plain(*x), rtol=1e-6, atol=1e-6)
+        if not compiled:
+            with Calls() as counts:
+                model[0](*x)
+            assert op not in counts
+
+
+class Alternating(FunctionalMlp):
+    """Every second layer has another activation."""
+
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x):
+        """Reads its number."""
+        act = F.gelu if self.layer_idx % 2 else F.silu
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_layers_whose_number_decides_what_they_compute_are_told_apart():
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(*map(Alternating, range(4))), 2 * torch.randn(3, 8)
+    model = optimize(copy.deepcopy(plain), only="mlp")
+    found = [next(word for word in ("silu", "gelu") if word in row.reason) for row in model.tilesmith_report.replaced]
+    assert found == ["silu", "gelu"] * 2
+    for ours, theirs in zip(model, plain):
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)

@@ -134,7 +134,7 @@ class Gradient:
             return op.vjp.run((*call[:-1], True), pin)
 
         def forward(ctx, ready, args, *asking):
-            output = ready.run(*args)
+            output = unviewed(ready.run(*args))
             ready.way.keep(ctx, args, output)
             ctx.way = ready.way
             return output
@@ -155,7 +155,7 @@ class Gradient:
             return type(f"{op.name}_function", (torch.autograd.Function,), static)
 
         eager = make(forward=forward, backward=backward_eager)
-        plain = lambda pin, *args: op.run(args, pin)  # noqa: E731
+        plain = lambda pin, *args: unviewed(op.run(args, pin))  # noqa: E731
         return eager, make(forward=plain, setup_context=setup_context, backward=backward, vmap=vmap)
 
     def _register(self) -> None:
@@ -198,6 +198,16 @@ class Way:
         self.keep = gradient.save_function(self.present, unread)
         plain = True in needs and gradient.plan is not None and not gradient.refusal
         self.back = gradient.route(needs, self.present, self.returned) if plain else None
+
+
+def unviewed(outs: Any) -> Any:
+    """What a kernel returned, none of it a view: of a view that a Function made, autograd refuses `y += 1`."""
+    if isinstance(outs, Tensor):
+        return outs.data if outs._is_view() else outs
+    for out in outs:
+        if out is not None and out._is_view():
+            return tuple(o if o is None or not o._is_view() else o.data for o in outs)
+    return outs
 
 
 def no_forward_mode(name: str) -> NotImplementedError:

@@ -237,6 +237,11 @@ def launches(kernel: Kernel, args: tuple, pin: str = "") -> trial.Launches:
 def _tell(choice: Choice, device: Any) -> None:
     log.info("%s", choice)
     name = choice.kernel.op
-    if choice.kernel.backend == REFERENCE and choice.rejected and device.type != "cpu" and name not in _warned:
+    if (
+        choice.kernel.backend == REFERENCE
+        and choice.rejected
+        and device.type not in ("cpu", "meta")
+        and name not in _warned
+    ):
         _warned.add(name)
         warnings.warn(f"tilesmith: {choice} (the reference is correct but slow here)", stacklevel=2)

@@ -14,7 +14,7 @@ from tilesmith.engine import ops as declared
 from tilesmith.engine import torch_private
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
-from tilesmith.rewrite import CALLS, Report, observed, original_class
+from tilesmith.rewrite import CALLS, Report, observed, original_class, probe
 
 
 def reaches(op: str, x: Tensor) -> bool:
@@ -28,28 +28,25 @@ def reaches_device(op: str, kind: str) -> bool:
     return bool(pinned(op)) or _has_kernel(op, kind)
 
 
+Settings = tuple[tuple[str, Any], ...]  # of `probe.settings_of`
+
+
 class PassedOver(NamedTuple):
-    """A child that an op passes over: its name, its class, and its numbers, strings and flags, such as a GELU's
-    `approximate`."""
+    """A child that an op passes over: its name, its class, and its settings, such as a GELU's `approximate`."""
 
     name: str
     cls: type
-    settings: tuple[tuple[str, Any], ...]
+    settings: Settings
 
 
 def passed_over(children: Iterable[tuple[str, nn.Module]]) -> tuple[PassedOver, ...]:
     """What is to be remembered of children, given by (name, module)."""
-    return tuple(PassedOver(name, original_class(type(child)), _settings(child)) for name, child in children)
+    return tuple(PassedOver(name, original_class(type(child)), probe.settings_of(child)) for name, child in children)
 
 
-def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    own = ((name, value) for name, value in vars(module).items() if name != "training" and not name.startswith("_"))
-    return tuple(sorted((name, value) for name, value in own if type(value) in (bool, int, float, str)))
-
-
-def untouched(children: tuple[PassedOver, ...]) -> Callable[[nn.Module], bool]:
-    """What tells of a module whether the children that an op passes over are still of these classes with these
-    settings, and whether nobody observes them."""
+def untouched(children: tuple[PassedOver, ...], own: Settings = ()) -> Callable[[nn.Module], bool]:
+    """What tells of a module whether it has the settings `own`, whether the children that an op passes over are still
+    of these classes with these settings, and whether nobody observes them."""
     classes = {child.name: child.cls for child in children}
     settings = {child.name: child.settings for child in children}
 
@@ -59,12 +56,15 @@ def untouched(children: tuple[PassedOver, ...]) -> Callable[[nn.Module], bool]:
 
     def as_it_was(module: nn.Module, name: str) -> bool:
         child = module._modules.get(name)
-        if not is_original(name, type(child)) or observed(child):
-            return False
-        held = child.__dict__
-        return all(held.get(setting) == value for setting, value in settings[name])
+        return is_original(name, type(child)) and not observed(child) and has_settings(child, settings[name])
 
-    return lambda module: all(as_it_was(module, name) for name in classes)
+    return lambda module: has_settings(module, own) and all(as_it_was(module, name) for name in classes)
+
+
+def has_settings(module: nn.Module, wanted: Settings) -> bool:
+    """Whether the attributes of a module are still those by which it was recognised."""
+    held = module.__dict__
+    return all(held.get(name) == value for name, value in wanted)
 
 
 def all_observed() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -138,15 +140,40 @@ def _likeness(module: nn.Module) -> Hashable:
     model is rewritten, so ids are safe to compare.
     """
     attributes = tuple(
-        (name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value))
+        (name, value if isinstance(value, _PLAIN) else id(value))
         for name, value in module.__dict__.items()
         if name not in _OWN and not name.startswith("_")
     )
     tensors = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     buffers = tuple((name, None if b is None else b.shape) for name, b in module._buffers.items())
-    children = tuple((name, original_class(type(child))) for name, child in module.named_children())
+    children = tuple((name, _kind(child)) for name, child in module.named_children())
     return original_class(type(module)), attributes, tensors, buffers, children
 
 
-# Attributes in which the layers of one model differ without computing anything else.
+def _kind(child: nn.Module) -> Hashable:
+    """Equal for two children of one class that have the same settings, such as a GELU's `approximate`."""
+    settings = tuple((name, value if isinstance(value, _PLAIN) else id(value)) for name, value in settings_of(child))
+    return original_class(type(child)), settings, tuple((name, _kind(c)) for name, c in child.named_children())
+
+
+def number_of(module: nn.Module) -> int | None:
+    """The index of the layer of a module whose methods read it, so that layers may compute something else."""
+    return module.__dict__.get("layer_idx") if _reads_number(original_class(type(module))) else None
+
+
+@functools.cache
+def _reads_number(cls: type) -> bool:
+    methods = (vars(base).get(name) for base in cls.__mro__ for name in vars(base) if name != "__init__")
+    return any("layer_idx" in inspect.unwrap(m).__code__.co_names for m in methods if inspect.isfunction(m))
+
+
+def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The numbers, strings, flags and functions among a module's attributes, by name; not what layers differ in."""
+    kinds = (*_PLAIN, types.FunctionType, types.BuiltinFunctionType)
+    own = ((n, value) for n, value in vars(module).items() if n not in _OWN and not n.startswith("_"))
+    return tuple(sorted(((n, value) for n, value in own if isinstance(value, kinds)), key=lambda one: one[0]))
+
+
+_PLAIN = (bool, int, float, str, type(None))
+# Attributes in which the layers of one model differ, as a rule without computing anything else (`number_of`).
 _OWN = frozenset({"training", "layer_idx"})

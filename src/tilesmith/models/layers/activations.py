@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.reach import ran, reaches
+from tilesmith.models.reach import Settings, has_settings, ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 _FUNCTIONS = {
@@ -24,9 +24,10 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class ActivationForm(Form):
-    """One of the known functions, by name."""
+    """One of the known functions, by name. settings: those that the module must still have."""
 
     function: str
+    settings: Settings = ()
 
     @property
     def op(self) -> str:
@@ -34,11 +35,11 @@ class ActivationForm(Form):
         return self.function.split()[0]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        function, op = _FUNCTIONS[self.function], self.op
+        function, op, settings = _FUNCTIONS[self.function], self.op, self.settings
 
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
-            if not reaches(op, x):
+            if not (reaches(op, x) and has_settings(self, settings)):
                 return base.forward(self, x)
             ran(self, op)
             return function(x)
@@ -63,7 +64,7 @@ class ActivationRule(Rule):
         cls = original_class(type(module))
         named = any(word in cls.__name__.lower() for word in ("gelu", "silu", "swish", "relusquared"))
         try:
-            function = self._verdicts.of(module, lambda: recognise(module))
+            function = self._verdicts.of(module, lambda: recognise(module), probe.number_of(module))
         except Unlike as verdict:
             return Skip(str(verdict)) if named else None
         holder = next(site.holders(), None)
@@ -71,7 +72,7 @@ class ActivationRule(Rule):
             return Skip("the MLP that holds it computes it with the product", wanted=False, quiet=True)
         if hasattr(type(holder), "_tilesmith_experts"):
             return Skip("the experts that hold it compute it with the product", wanted=False, quiet=True)
-        form = ActivationForm(function)
+        form = ActivationForm(function, probe.settings_of(module))
         return Replace(form, (form.op,), f"computes {function}")
 
 

@@ -18,7 +18,7 @@ from tilesmith import ops
 from tilesmith.models.layers.activations import ActivationForm
 from tilesmith.models.layers.biases import BiasForm, product, served
 from tilesmith.models.layers.residuals import AddNormForm
-from tilesmith.models.reach import observed, ran, reaches
+from tilesmith.models.reach import has_settings, observed, ran, reaches
 from tilesmith.rewrite import (
     CannotRespell,
     Form,
@@ -65,7 +65,8 @@ def activated(holder: nn.Module, layer: nn.Module, activation: nn.Module, x: Ten
         return activation(layer(x))
     linear, function = _form(layer), _form(activation)
     fits = isinstance(linear, BiasForm) and isinstance(function, ActivationForm) and reaches(_OP, x)
-    if not fits or function.function not in _APPROXIMATE or observed(layer) or observed(activation):
+    fits = fits and function.function in _APPROXIMATE and has_settings(activation, function.settings)
+    if not fits or observed(layer) or observed(activation):
         return activation(layer(x))
     ran(activation, "gelu")
     bias = layer._parameters["bias"]

@@ -29,15 +29,16 @@ from tilesmith.models.layers.stacked_experts import (
     first_weight,
     quantised,
     recognise,
+    wraps,
 )
-from tilesmith.models.reach import PassedOver, observed, passed_over, ran, reaches, untouched
+from tilesmith.models.reach import PassedOver, Settings, observed, passed_over, ran, reaches, untouched
 from tilesmith.nn.norm import CASTER, casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, given, original_class, probe
 
 NAME = "tilesmith"
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm", NAME)
 _KNOWN = "_tilesmith_experts"
-_WITH = "_tilesmith_experts_with"  # the children of a module whose first call found that out
+_WITH = "_tilesmith_experts_with"  # the children and settings of a module whose first call found that out
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -54,23 +55,23 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     child = casting_child(module, hidden_states)
     if child is not None:
         ran(module, "experts_fp8")
-        return child(hidden_states, top_k_index, top_k_weights)
+        return child(hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
     args = experts_of(module, hidden_states, top_k_index, top_k_weights, found)
     if not _served(args) or any(map(observed, module.children())):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     ran(module, "experts")
-    return ops.experts(*args)
+    return ops.experts(*args).to(hidden_states.dtype)  # autocast's is another one
 
 
 def _learn(module: nn.Module) -> None:
-    """Find out what `module` computes, once for the children that it has."""
-    children = _children(module)
-    if module.__dict__.get(_WITH) != children:
+    """Find out what `module` computes, once for the children and settings that it has."""
+    parts = _children(module), probe.settings_of(module)
+    if module.__dict__.get(_WITH) != parts:
         try:
             with without_modes():  # torch.export runs this, too, and its tensors have no values
-                module.__dict__[_KNOWN], module.__dict__[_WITH] = recognise(module), children
+                module.__dict__[_KNOWN], module.__dict__[_WITH] = recognise(module), parts
         except Unlike as verdict:
             raise ValueError(
                 f"experts_implementation {NAME!r} does not serve {type(module).__name__}: {verdict}; "
@@ -97,21 +98,30 @@ def register_experts() -> None:
 
 def _served(args: tuple, more: Iterable[Any] = ()) -> bool:
     """Whether the op takes a call with the arguments of `experts_of` and `more` tensors: a kernel is there, tensors are
-    whole and, but under autocast, of one dtype."""
-    x, up, down, _, _, *biases = args[:7]
+    whole, not packed and, but under autocast, of one dtype, and each token has experts and weights of its own."""
+    x, up, down, indices, weights, *biases = args[:7]
     one = all(t is None or t.dtype == x.dtype for t in (up, down, *biases)) or torch.is_autocast_enabled(x.device.type)
-    return reaches("experts", x) and one and not distributed((*args, *more))
+    packed = any(map(wraps, (up, down)))
+    whole = _fits(x, indices, weights) and not packed and not distributed((*args, *more))
+    return reaches("experts", x) and one and whole
+
+
+def _fits(x: Tensor, indices: Tensor, weights: Tensor) -> bool:
+    """Whether each token has experts and weights of its own."""
+    return indices.shape[:-1] == x.shape[:-1] and weights.shape == indices.shape
 
 
 @dataclass(frozen=True)
 class ExpertsForm(Form):
-    """Stacked experts by the op. passed_over: the children that are not called any more."""
+    """Stacked experts by the op. passed_over: the children that are not called any more. settings: those that the
+    module must still have."""
 
     experts: StackedExperts
     passed_over: tuple[PassedOver, ...] = ()
+    settings: Settings = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found, as_it_was = self.experts, untouched(self.passed_over)
+        found, as_it_was = self.experts, untouched(self.passed_over, self.settings)
         first, second, third = names = _arguments(base)
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -119,17 +129,17 @@ class ExpertsForm(Form):
                 return base.forward(self, *args, **kwargs)
             x, indices = given(first, 0, args, kwargs), given(second, 1, args, kwargs)
             weights = given(third, 2, args, kwargs)
-            if not as_it_was(self):
+            if not as_it_was(self) or _asked(self) not in _REPLACED or not _fits(x, indices, weights):
                 return base.forward(self, *args, **kwargs)
             child = casting_child(self, x)
             if child is not None:
                 ran(self, "experts_fp8")
-                return child(x, indices, weights)
+                return child(x, indices, weights).to(x.dtype)
             call = experts_of(self, x, indices, weights, found)
             if not _served(call):
                 return base.forward(self, *args, **kwargs)
             ran(self, "experts")
-            return ops.experts(*call)
+            return ops.experts(*call).to(x.dtype)
 
         return {"forward": forward, _KNOWN: found}
 
@@ -139,29 +149,29 @@ class LoraExpertsForm(Form):
     """PEFT's wrappers around stacked experts, of which the outermost is swapped: the op adds the adapters.
 
     names: what the forward of the experts calls tokens, experts and their weights. passed_over: their children, which
-    are not called any more.
+    are not called any more. settings: those that the experts must still have.
     """
 
     experts: StackedExperts
     names: tuple[str, ...]
     passed_over: tuple[PassedOver, ...] = ()
+    settings: Settings = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
-        found, as_it_was = self.experts, untouched(self.passed_over)
+        found, as_it_was = self.experts, untouched(self.passed_over, self.settings)
         first, second, third = names = self.names
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             inner, lora = self.get_base_layer(), factors(self, found.up, found.transposed)
-            if first in kwargs or not _only(names, args, kwargs) or not as_it_was(inner):
-                lora = None
-            if lora is None:
+            own = first in kwargs or not _only(names, args, kwargs) or _asked(inner) not in _REPLACED
+            if lora is None or own or not as_it_was(inner):
                 return base.forward(self, *args, **kwargs)
             indices, weights = given(second, 1, args, kwargs), given(third, 2, args, kwargs)
             call = experts_of(inner, args[0], indices, weights, found)
             if not _served(call, lora.values()):
                 return base.forward(self, *args, **kwargs)
             ran(self, "experts")
-            return ops.experts(*call, **lora)
+            return ops.experts(*call, **lora).to(args[0].dtype)
 
         return {"forward": forward}
 
@@ -189,10 +199,10 @@ class ExpertsRule(Rule):
         if getattr(module, "_is_expert_parallel", False):
             return Skip(f"transformers spreads its experts over ranks; load it with experts_implementation={NAME!r}")
         try:
-            found = self._verdicts.of(module, lambda: recognise(module))
+            found = self._verdicts.of(module, lambda: recognise(module), probe.number_of(module))
         except Unlike as verdict:
             return Skip(str(verdict))
-        return Replace(ExpertsForm(found, _children(module)), ("experts",), str(found))
+        return Replace(ExpertsForm(found, _children(module), probe.settings_of(module)), ("experts",), str(found))
 
     def _wrapped(self, module: nn.Module) -> Replace | Skip | None:
         """The same for the outermost of wrappers that add adapters to stacked weights."""
@@ -204,11 +214,12 @@ class ExpertsRule(Rule):
         if reason is not None:
             return Skip(f"{reason}: adapters are added to whole weights, by PEFT")
         try:
-            found = self._verdicts.of(inner, lambda: recognise(inner))
+            found = self._verdicts.of(inner, lambda: recognise(inner), probe.number_of(inner))
             self._verdicts.of(inner, lambda: check_adapters(module, inner, found), *kinds(module))
         except Unlike as verdict:
             return Skip(str(verdict))
-        form = LoraExpertsForm(found, _arguments(original_class(type(inner))), _children(inner))
+        names = _arguments(original_class(type(inner)))
+        form = LoraExpertsForm(found, names, _children(inner), probe.settings_of(inner))
         return Replace(form, ("experts",), f"{found}, with adapters of {' and '.join(adapted(module))}")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine import torch_private
-from tilesmith.models.reach import PassedOver, passed_over, ran, reaches, untouched
+from tilesmith.models.reach import PassedOver, Settings, passed_over, ran, reaches, untouched
 from tilesmith.nn.norm import CASTER, has_caster
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
@@ -47,11 +47,12 @@ class GatedMlp(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedMlpForm(Form):
-    """A gated MLP by the op. passed_over: the children that are not called any more. recompute: the backward computes
-    the inner product again."""
+    """A gated MLP by the op. passed_over: the children that are not called any more. settings: those that the module
+    must still have. recompute: the backward computes the inner product again."""
 
     mlp: GatedMlp
     passed_over: tuple[PassedOver, ...]
+    settings: Settings = ()
     recompute: bool = True
 
     @property
@@ -60,7 +61,7 @@ class GatedMlpForm(Form):
         return "swiglu" if self.mlp.activation == "silu" else "geglu"
 
     def namespace(self, base: type) -> dict[str, Any]:
-        mlp, op, as_it_was = self.mlp, self.op, untouched(self.passed_over)
+        mlp, op, as_it_was = self.mlp, self.op, untouched(self.passed_over, self.settings)
 
         def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Tensor:
             (x,) = inputs or tuple(named.values())
@@ -169,7 +170,8 @@ class GatedMlpRule(Rule):
         if len(dtypes) > 1:
             return Skip("its linear layers have different dtypes") if named else None
         try:
-            form = self._verdicts.of(module, lambda: recognise(module), tuple(_sizes(c) for c in layers.values()))
+            sizes = tuple(_sizes(c) for c in layers.values())
+            form = self._verdicts.of(module, lambda: recognise(module), sizes, probe.number_of(module))
         except Unlike as verdict:
             return Skip(_with_norm(module, str(verdict))) if named else None
         return Replace(replace(form, recompute=self._recompute), (form.op,), str(form.mlp))
@@ -205,7 +207,7 @@ def recognise(module: nn.Module) -> GatedMlpForm:
                 found = probe.call(twin.forward, x)
                 known = [mlp for mlp in known if _agrees(twin, mlp, x, found)]
             if known:
-                return _passing_over(plain, known[0])
+                return replace(_passing_over(plain, known[0]), settings=probe.settings_of(module))
         except Unlike as verdict:
             reason = str(verdict)
     raise Unlike(reason)

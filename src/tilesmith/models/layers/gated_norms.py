@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.models.layers.norms import epsilons, may_be_norm, two_inputs
-from tilesmith.models.reach import ran, reaches
+from tilesmith.models.reach import Settings, has_settings, ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
 _OP = "rms_norm_gated"
@@ -37,18 +37,21 @@ class GatedNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedNormForm(Form):
-    """The norm with its gate by the op; without a gate the module's own forward."""
+    """The norm with its gate by the op; without a gate the module's own forward. settings: those that the module must
+    still have."""
 
     norm: GatedNorm
     inputs: tuple[str, str]
+    settings: Settings = ()
 
     def namespace(self, base: type) -> dict[str, Any]:
-        norm, (first, second) = self.norm, self.inputs
+        norm, (first, second), settings = self.norm, self.inputs, self.settings
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             given = {**dict(zip((first, second), args)), **kwargs}
             x, gate = given.get(first), given.get(second)
-            if len(args) + len(kwargs) != 2 or x is None or gate is None or not servable(self, x, gate, norm):
+            both = len(args) + len(kwargs) == 2 and x is not None and gate is not None
+            if not both or not has_settings(self, settings) or not servable(self, x, gate, norm):
                 return base.forward(self, *args, **kwargs)
             ran(self, _OP)
             return normalised(self, x, gate, norm)
@@ -95,10 +98,11 @@ class GatedNormRule(Rule):
         if set(parameters) != {"weight"} or parameters["weight"].ndim != 1:
             return Skip(f"its forward takes ({', '.join(inputs)})") if named else None
         try:
-            found = self._verdicts.of(module, lambda: recognise(module))
+            found = self._verdicts.of(module, lambda: recognise(module), probe.number_of(module))
         except Unlike as verdict:
             return Skip(f"its forward takes ({', '.join(inputs)}); {verdict}") if named else None
-        return Replace(GatedNormForm(found, inputs), (_OP,), str(found))
+        settings = tuple(one for one in probe.settings_of(module) if one[0] != found.eps)  # which each call reads
+        return Replace(GatedNormForm(found, inputs, settings), (_OP,), str(found))
 
 
 def recognise(module: nn.Module) -> GatedNorm:

@@ -180,7 +180,7 @@ class NormRule(Rule):
         if any(p.ndim != 1 for p in parameters.values()) and not (len(parameters) == 1 and _may_be_by_head(module)):
             return Skip("it normalises over more than the last dimension") if named else None
         try:
-            found = self._verdicts.of(module, lambda: recognise(module))
+            found = self._verdicts.of(module, lambda: recognise(module), probe.number_of(module))
         except Unlike as verdict:
             return Skip(str(verdict)) if named else None
         return Replace(NormForm(found), (op_of(found),), str(found))

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tilesmith.engine.sharding import distributed
 from tilesmith.models.layers.parameter_adapters import factors, twin, without_parametrizations
 from tilesmith.rewrite import Unlike, original_class, probe
 
 _HIDDEN, _INNER, _TOKENS = 24, 8, 6
+_MANY = 16  # times as many tokens, of few experts
 _DEVIATION = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 # Large values show a clamp, small ones tell the two kinds of gelu apart.
 _SETTINGS = ((torch.float32, 0.3), (torch.float32, 10.0), (torch.float32, 1000.0), (torch.bfloat16, 0.3))
@@ -88,9 +90,12 @@ def recognise(module: nn.Module) -> StackedExperts:
 
 
 def _check_further(module: nn.Module, forward: Callable[..., Tensor], found: StackedExperts) -> None:
-    """Raise `Unlike` where the module does something else in the other mode, or where an index beyond the last expert,
-    which the op leaves out, adds something."""
+    """Raise `Unlike` where the module does something else in the other mode, or where an expert has most tokens (and
+    may drop some), or where an index beyond the last expert, which the op leaves out, adds something."""
     twin, (x, indices, weights) = _twin(module, found.up, found.transposed, torch.float32, 0.3)
+    many = x.repeat(_MANY, 1), indices.repeat(_MANY, 1).clamp(max=1), weights.repeat(_MANY, 1)
+    if not _agrees(twin, found, many, probe.call(forward, twin, *many)):
+        raise Unlike("it computes something else where most tokens choose one expert")
     twin.train(not module.training)
     if not _agrees(twin, found, (x, indices, weights), probe.call(forward, twin, x, indices, weights)):
         raise Unlike(f"it computes something else in {'evaluation' if module.training else 'training'}")
@@ -107,7 +112,7 @@ def quantised(module: nn.Module) -> str | None:
     """Why the experts of a module are not served: their weights are kept in fewer bits. None for other modules.
 
     bitsandbytes keeps such a parameter packed, as a class of its own with a `quant_state`, or with a parametrization
-    that unpacks all of it when it is read.
+    that unpacks all of it when it is read; torchao in a tensor that wraps packed ones.
     """
     kept = {**module._parameters}
     parametrized = getattr(module, "parametrizations", None) or {}
@@ -116,10 +121,17 @@ def quantised(module: nn.Module) -> str | None:
     if first is None or kept.get("down_proj") is None:
         return None
     for name in (first, "down_proj"):
-        if hasattr(kept[name], "quant_state") or not kept[name].is_floating_point():
+        few = not kept[name].is_floating_point() or kept[name].element_size() < 2
+        if few or hasattr(kept[name], "quant_state") or wraps(kept[name]):
             how = type(parametrized[name][0] if name in parametrized else kept[name]).__name__
+            how = str(kept[name].dtype) if how == "Parameter" else how
             return f"its {name} is quantised ({how}); quantised experts are not served"
     return None
+
+
+def wraps(weight: Tensor) -> bool:
+    """Whether a weight is made of other tensors when it is read, as quantised ones are; a DTensor is not."""
+    return hasattr(weight, "__tensor_flatten__") and not distributed((weight,))
 
 
 def first_weight(module: nn.Module) -> str | None:
@@ -177,7 +189,9 @@ def _twin(
     x = probe.wave(_TOKENS, _HIDDEN, phase=1.0, scale=scale).to(dtype)
     steps = torch.arange(_TOKENS * min(2, experts), device="cpu").view(_TOKENS, -1)
     scales = (1.5 + probe.wave(*steps.shape, phase=2.0, scale=0.5)).to(dtype)
-    return twin, (x, (steps * 3) % experts, scales)
+    chosen = (steps * 3) % experts
+    chosen[-1, -1] = experts - 1  # which some keep for tokens that nobody computes
+    return twin, (x, chosen, scales)
 
 
 def _agrees(twin: nn.Module, candidate: StackedExperts, call: tuple, wanted: Any) -> bool:

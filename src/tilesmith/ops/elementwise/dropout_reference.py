@@ -30,7 +30,8 @@ def bias_dropout(x: Tensor, bias: Tensor | None = None, seed: Tensor | None = No
     Raises TypeError for dtypes that are not floating; ValueError for a bias that is not [F], tensors on several
     devices, p outside [0, 1), a missing seed with p > 0 or one that is not int64 [2].
     """
-    return _dropped(x, bias, seed, p).to(x.dtype).contiguous()
+    out = _dropped(x, bias, seed, p).to(x.dtype).contiguous()
+    return out.clone() if out is x else out
 
 
 def bias_dropout_vjp(
