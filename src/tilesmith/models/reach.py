@@ -58,6 +58,8 @@ def untouched(children: tuple[PassedOver, ...], own: Settings = ()) -> Callable[
         child = module._modules.get(name)
         return is_original(name, type(child)) and not observed(child) and has_settings(child, settings[name])
 
+    if not own:  # an empty tuple, too, would be a guard of each compiled layer
+        return lambda module: all(as_it_was(module, name) for name in classes)
     return lambda module: has_settings(module, own) and all(as_it_was(module, name) for name in classes)
 
 

@@ -163,8 +163,15 @@ def number_of(module: nn.Module) -> int | None:
 
 @functools.cache
 def _reads_number(cls: type) -> bool:
-    methods = (vars(base).get(name) for base in cls.__mro__ for name in vars(base) if name != "__init__")
-    return any("layer_idx" in inspect.unwrap(m).__code__.co_names for m in methods if inspect.isfunction(m))
+    return "layer_idx" in names_read(cls)
+
+
+@functools.cache
+def names_read(cls: type) -> frozenset[str]:
+    """The attributes and globals that the methods of a class name, but for `__init__` and what every module has."""
+    own = (base for base in cls.__mro__ if base not in (nn.Module, object))
+    methods = (method for base in own for name, method in vars(base).items() if name != "__init__")
+    return frozenset(n for m in methods if inspect.isfunction(m) for n in inspect.unwrap(m).__code__.co_names)
 
 
 def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:

@@ -90,7 +90,8 @@ def _lines(page: str) -> dict[str, list[str]]:
 
 def families() -> list[str]:
     """The families of ops."""
-    return sorted({op.reference.__module__.split(".")[2] for op in ops().values()})
+    modules = (op.reference.__module__.split(".") for op in ops().values())  # those of a user have no family
+    return sorted({names[2] for names in modules if names[:2] == ["tilesmith", "ops"]})
 
 
 def _cell(names: list[str], error: str) -> str:

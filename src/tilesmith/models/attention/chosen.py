@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilesmith.models.attention.masks import TOLD
 from tilesmith.models.attention.turns import Turns
 from tilesmith.models.checkpoints import repeated_within
 from tilesmith.rewrite import Form, given
@@ -28,20 +29,20 @@ class ChosenForm(Form):
 
     before: tuple[tuple[str, str | None], ...] = ()
 
-    def weighing(self, whole: Callable, otherwise: Callable) -> Callable:
-        """A forward that runs the previous attention where weights are asked for, since ours has none. otherwise:
-        serves other calls under torch.compile, given (model, args, kwargs)."""
+    def weighing(self, whole: Callable, within: bool) -> Callable:
+        """A forward that runs the previous attention where weights are asked for, since ours has none. within: another
+        model may call this one."""
         form, names = self, list(inspect.signature(whole).parameters)[1:]
-        place = names.index("output_attentions") if "output_attentions" in names else None
+        weights, positions = (names.index(n) if n in names else None for n in ("output_attentions", "position_ids"))
 
         @functools.wraps(whole)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if given("output_attentions", place, args, kwargs):
+            if given("output_attentions", weights, args, kwargs):
                 entered = functools.partial(form.chosen, self)
                 with entered(), repeated_within(self, entered):
                     return whole(self, *args, **kwargs)
             if torch.compiler.is_compiling():
-                return otherwise(self, args, kwargs)
+                return _telling(whole, self, args, kwargs, positions, within)
             with turns(self).shared():
                 return whole(self, *args, **kwargs)
 
@@ -78,6 +79,19 @@ class ChosenForm(Form):
             if config in asked:
                 found.setdefault(config, (fqn, asked[config]))
         return tuple(found.values())
+
+
+def _telling(
+    whole: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any], positions: int | None, within: bool
+) -> Any:
+    """Run a model's forward under torch.compile, with `TOLD` saying which positions the caller gave, unless the model
+    that calls this one, `within` which it is, has said so."""
+    if within and TOLD.known:
+        return whole(model, *args, **kwargs)
+    TOLD.known, TOLD.positions = True, given("position_ids", positions, args, kwargs)
+    out = whole(model, *args, **kwargs)
+    TOLD.known, TOLD.positions = False, None
+    return out
 
 
 def take_back(ours: list[tuple[Any, str | None]]) -> None:

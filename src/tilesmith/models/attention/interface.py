@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.models.attention.chosen import NAME, ChosenForm, drop_turns, share_turns, take_back, turns
 from tilesmith.models.attention.continuous import batching
-from tilesmith.models.attention.masks import TOLD, KeyMask, key_mask
+from tilesmith.models.attention.masks import KeyMask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
 from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
 from tilesmith.models.reach import ran, reaches
-from tilesmith.rewrite import Replace, Rule, Site, Skip, forms, given, original_class
+from tilesmith.rewrite import Replace, Rule, Site, Skip, forms, original_class
 
 _REPLACED = ("sdpa", "eager")
 # What some attention modules of transformers tell their function beside the mask, and ours would not hear.
@@ -170,12 +170,7 @@ class AttentionForm(ChosenForm):
     def namespace(self, base: type) -> dict[str, Any]:
         whole = base.forward
         register_attention()  # here, since a process that only unpickles a model comes this way too
-        positions = _place_of_positions(whole)
-
-        def telling(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            return _telling(whole, model, args, kwargs, positions)
-
-        forward = self.weighing(whole, telling)
+        forward = self.weighing(whole, within=False)
         return {"forward": forward, **self._preparing(base), **batching(base, self._released)}
 
     def _released(self, module: nn.Module) -> Callable[[], None]:
@@ -227,28 +222,7 @@ class InnerForm(ChosenForm):
     another library."""
 
     def namespace(self, base: type) -> dict[str, Any]:
-        whole = base.forward
-        positions = _place_of_positions(whole)
-
-        def telling(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            if TOLD.known:  # by the model that calls this one
-                return whole(model, *args, **kwargs)
-            return _telling(whole, model, args, kwargs, positions)
-
-        return {"forward": self.weighing(whole, telling)}
-
-
-def _place_of_positions(forward: Callable) -> int | None:
-    names = list(inspect.signature(forward).parameters)[1:]
-    return names.index("position_ids") if "position_ids" in names else None
-
-
-def _telling(whole: Callable, model: nn.Module, args: tuple, kwargs: dict[str, Any], positions: int | None) -> Any:
-    """Run a model's forward under torch.compile, with `TOLD` saying which positions the caller gave."""
-    TOLD.known, TOLD.positions = True, given("position_ids", positions, args, kwargs)
-    out = whole(model, *args, **kwargs)
-    TOLD.known, TOLD.positions = False, None
-    return out
+        return {"forward": self.weighing(base.forward, within=True)}
 
 
 def _own_configuration(model: nn.Module) -> None:

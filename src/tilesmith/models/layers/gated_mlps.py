@@ -207,7 +207,10 @@ def recognise(module: nn.Module) -> GatedMlpForm:
                 found = probe.call(twin.forward, x)
                 known = [mlp for mlp in known if _agrees(twin, mlp, x, found)]
             if known:
-                return replace(_passing_over(plain, known[0]), settings=probe.settings_of(module))
+                # each setting is one more guard of a compiled layer: those that nothing reads change nothing
+                read = probe.names_read(original_class(type(module)))
+                settings = tuple(one for one in probe.settings_of(module) if one[0] in read)
+                return replace(_passing_over(plain, known[0]), settings=settings)
         except Unlike as verdict:
             reason = str(verdict)
     raise Unlike(reason)
