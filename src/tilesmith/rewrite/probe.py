@@ -158,12 +158,7 @@ def _kind(child: nn.Module) -> Hashable:
 
 def number_of(module: nn.Module) -> int | None:
     """The index of the layer of a module whose methods read it, so that layers may compute something else."""
-    return module.__dict__.get("layer_idx") if _reads_number(original_class(type(module))) else None
-
-
-@functools.cache
-def _reads_number(cls: type) -> bool:
-    return "layer_idx" in names_read(cls)
+    return module.__dict__.get("layer_idx") if "layer_idx" in names_read(original_class(type(module))) else None
 
 
 @functools.cache
