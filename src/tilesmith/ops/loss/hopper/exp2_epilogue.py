@@ -192,8 +192,8 @@ def settle_rows_kernel(
 
 
 def reasons(x: Tensor, classes: int, bias: Tensor | None, dx: bool, z_loss: float, kept: bool) -> list[str]:
-    """Why `gradients` does not serve a call, or where the gradient of its logits is kept `kept` does not, wherever its
-    matrices lie (`tma_accepts`). dx: is x's gradient computed along with the loss."""
+    """Why `gradients` does not serve a call, or, where the gradient of its logits is `kept`, `exponentials` does not,
+    wherever its matrices lie (`tma_accepts`). dx: is x's gradient computed along with the loss."""
     found = []
     if x.dtype != torch.bfloat16:
         found.append(f"x is {str(x.dtype).removeprefix('torch.')}, not bfloat16")
@@ -236,14 +236,14 @@ def gradients(
     target, losses and lse [C] come along; the last two are written."""
     dx, factors = chunks.dx.view_as(chunks.x)[tokens], torch.empty_like(losses)
     scaled = dx if chunks.mask[1] else None
-    e = _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, scaled, terms)
+    e = exponentials(chunks, tokens, target, class_weight, losses, lse, factors, terms, scaled)
     if chunks.mask[1]:  # before dx, whose place the scaled x takes
         add_product(chunks.sum, e.t(), dx, first=tokens.start == 0)
     torch.mm(e, chunks.weight, out=dx)
     scaled_rows(dx, factors, None, losses.new_empty(0), True)
 
 
-def kept(
+def exponentials(
     chunks: Chunks,
     tokens: slice,
     target: Tensor,
@@ -252,24 +252,10 @@ def kept(
     lse: Tensor,
     factors: Tensor,
     terms: Terms,
-) -> None:
-    """`ExponentialSteps.kept`."""
-    _exponentials(chunks, tokens, target, class_weight, losses, lse, factors, None, terms)
-
-
-def _exponentials(
-    chunks: Chunks,
-    tokens: slice,
-    target: Tensor,
-    class_weight: Tensor | None,
-    losses: Tensor,
-    lse: Tensor,
-    factors: Tensor,
-    scaled: Tensor | None,
-    terms: Terms,
+    scaled: Tensor | None = None,
 ) -> Tensor:
-    """E [C, V] in the buffer, less s at the labels, with what comes along: losses, lse and factors [C], and x times the
-    factors into `scaled` [C, K]."""
+    """`ExponentialSteps.kept`: E [C, V] in the buffer, less s at the labels, with what comes along: losses, lse and
+    factors [C], and x times the factors into `scaled` [C, K]."""
     x, weight = chunks.x[tokens], chunks.weight
     (rows, hidden), classes = x.shape, weight.shape[0]
     e = chunks.buffer[: rows * classes].view(rows, classes)

@@ -211,6 +211,8 @@ def linear_cross_entropy(
     steps = chunks.LogitSteps(
         forward=partial(loss_grad, config), backward=None, divide=token_divisors, reduce=reduced_loss, scale=scaled,
         scale_rows=scaled_rows,
-        exponentials=chunks.ExponentialSteps(exp2_epilogue.applies, exp2_epilogue.gradients, exp2_epilogue.kept),
+        exponentials=chunks.ExponentialSteps(
+            exp2_epilogue.applies, exp2_epilogue.gradients, exp2_epilogue.exponentials
+        ),
     )  # fmt: skip
     return chunks.linear_cross_entropy(steps, call)
