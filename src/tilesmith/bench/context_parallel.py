@@ -58,7 +58,8 @@ def run(
     device, size = current_device(), dist.get_world_size()
     planned = problems(device, size)
     check_parts(f"no case of {SUBJECT} is named", cases, [_named(problem, size) for problem in planned])
-    check_parts(f"{SUBJECT} has no provider", only, [name for problem in planned for name in _providers(problem)])
+    providers = [EQUAL, WHOLE, *(name for problem in planned for name in _providers(problem))]
+    check_parts(f"{SUBJECT} has no provider", only, providers)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     named = {"dtype": str(dtype).removeprefix("torch."), "rounds": rounds, "gpus": size}
     subject = SUBJECT if size == 2 else f"{SUBJECT}-{size}"
@@ -203,8 +204,8 @@ def _timed(
         else:
             peaks[provider] = ranks.peak(device) - before
             steps[provider] = step
-    if not only:
-        steps |= _one_gpu(problem, device, dtype, size, which)
+    alone = _one_gpu(problem, device, dtype, size, which)
+    steps |= {name: step for name, step in alone.items() if not only or any(part in name for part in only)}
     for provider, each in rounds(steps, device, count).items():
         median = statistics.median(each)
         row = {**head, "provider": provider, "us": round(median * 1e6, 1), "rounds": len(each)}
@@ -234,10 +235,11 @@ def _one_gpu(problem: Problem, device: torch.device, dtype: torch.dtype, size: i
 
 
 def _behind(problem: Problem, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Providers of others that were far behind in the next shorter case with such heads."""
+    """Providers of others that were far behind the best of them in the next shorter case with such heads."""
     alike = [
         row for row in rows
         if "us" in row and row["pass"] == BOTH and row["case"].startswith(problem.name + ",")
+        and not row["provider"].startswith((OURS, ALONE))
         and row.get("tokens", problem.tokens) < problem.tokens
         and (row["heads"], row["kv_heads"]) == (problem.heads, problem.kv_heads)
     ]  # fmt: skip
@@ -246,9 +248,9 @@ def _behind(problem: Problem, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     alike = [row for row in alike if row["tokens"] == max(other["tokens"] for other in alike)]
     best = min(row["us"] for row in alike)
     return {
-        row["provider"]: f"not measured: {row['us'] / best:.2f} times the best at {row['tokens']} tokens"
+        row["provider"]: f"not measured: {row['us'] / best:.2f} times the best peer at {row['tokens']} tokens"
         for row in alike
-        if row["us"] > 1.3 * best and not row["provider"].startswith((OURS, ALONE))
+        if row["us"] > 1.3 * best
     }
 
 
