@@ -10,12 +10,14 @@ of y = x W^T, 4096 x 14336, at 1, 16 and 64 rows, beside bf16 and torchao's int4
 """
 
 import argparse
+import copy
 import json
 import math
 import statistics
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -240,46 +242,52 @@ def wrong_values(device: torch.device) -> list[str]:
     return wrong
 
 
-def product_times(rows: int, columns: int, tokens: int, device: torch.device) -> dict:
-    """Median µs of y = x W^T, W [rows, columns], in bf16. Each variant has 8 weights that take turns, so that none is
-    in the L2 cache."""
-    copies = 8
-    torch.manual_seed(0)
-    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-    layer = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16)
-    shape = rows // 16, columns // 64
-    mixed = torch.tensor([3, 3, 3, 4, 4, 4, 4, 6])[torch.randint(8, shape)]  # 3.9 bits, as at 4 bits a weight
-    variants: dict[str, list] = {"bf16": [nn.Linear(columns, rows, False, device, x.dtype) for _ in range(copies)]}
-    for name, widths in (("4 bits", torch.full(shape, 4)), ("mixed", mixed)):
-        first = pack_layer(layer, widths)
-        parts = dict(first.named_buffers())
-        variants[name] = [PackedLinear({n: t.clone() for n, t in parts.items()}, rows, None) for _ in range(copies)]
-    said = {"work": f"{tokens} x {columns} x {rows}"}
-    try:
-        from torchao.quantization import Int4WeightOnlyConfig, quantize_
+def product_times(rows: int, columns: int, tokens: Sequence[int], device: torch.device) -> Iterator[dict]:
+    """Median µs of y = x W^T, W [rows, columns], in bf16, for each number of rows of x. Each variant has 8 weights that
+    take turns, so that none is in the L2 cache."""
+    variants, said = product_variants(rows, columns, device)
 
-        theirs = [nn.Sequential(nn.Linear(columns, rows, False, device, x.dtype)) for _ in range(copies)]
-        for each in theirs:
-            quantize_(each, Int4WeightOnlyConfig(group_size=64))
-        theirs[0](x)
-        variants["torchao int4"] = theirs
-    except (ImportError, RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError) as problem:
-        said["torchao int4"] = f"{type(problem).__name__}: {problem}"
-
-    def turn(layers: list):
+    def turn(layers: list, x: Tensor):
         def call():
             for each in layers:
                 each(x)
 
         return call
 
-    with torch.no_grad():
-        found = measure(
-            {name: turn(layers) for name, layers in variants.items()}, device, rounds=7, budget_ms=60.0, warmup=2
-        )
-    said["us"] = {name: round(timing.median_us / copies, 2) for name, timing in found.items()}
-    said["of bf16"] = {name: round(said["us"]["bf16"] / us, 2) for name, us in said["us"].items()}
-    return said
+    for count in tokens:
+        x = torch.randn(count, columns, device=device, dtype=torch.bfloat16)
+        calls = {name: turn(layers, x) for name, layers in variants.items()}
+        with torch.no_grad():
+            found = measure(calls, device, rounds=7, budget_ms=60.0, warmup=2)
+        us = {name: round(timing.median_us / COPIES, 2) for name, timing in found.items()}
+        beside = {name: round(us["bf16"] / each, 2) for name, each in us.items()}
+        yield {"work": f"{count} x {columns} x {rows}", **said, "us": us, "of bf16": beside}
+
+
+def product_variants(rows: int, columns: int, device: torch.device) -> tuple[dict[str, list], dict[str, str]]:
+    """Layers of one product by name, `COPIES` of each, and why there are none of torchao's if there are none."""
+    torch.manual_seed(0)
+    layer = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.bfloat16)
+    shape = rows // 16, columns // 64
+    mixed = torch.tensor([3, 3, 3, 4, 4, 4, 4, 6])[torch.randint(8, shape)]  # 3.9 bits, as at 4 bits a weight
+    variants: dict[str, list] = {"bf16": [copy.deepcopy(layer) for _ in range(COPIES)]}
+    for name, widths in (("4 bits", torch.full(shape, 4)), ("mixed", mixed)):
+        parts = dict(pack_layer(layer, widths).named_buffers())
+        variants[name] = [PackedLinear({n: t.clone() for n, t in parts.items()}, rows, None) for _ in range(COPIES)]
+    said = {}
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+        theirs = [nn.Sequential(copy.deepcopy(layer)) for _ in range(COPIES)]
+        # the format of PyTorch's own kernel; the default one's are in a package of their own
+        config = Int4WeightOnlyConfig(group_size=64, int4_packing_format="tile_packed_to_4d")
+        for each in theirs:
+            quantize_(each, config)
+        theirs[0](torch.randn(1, columns, device=device, dtype=torch.bfloat16))
+        variants["torchao int4"] = theirs
+    except (ImportError, RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError) as problem:
+        said["torchao int4"] = f"{type(problem).__name__}: {problem}"
+    return variants, said
 
 
 def main() -> int:
@@ -300,7 +308,11 @@ def main() -> int:
     if not args.cpu and args.only in (None, "values"):
         report["wrong"] = wrong_values(device)
     if not args.cpu and not report.get("wrong") and args.only in (None, "times"):
-        report["times"] = [product_times(n, k, m, device) for m in (1, 16, 64) for n, k in SHAPES]
+        report["times"] = []
+        for rows, columns in SHAPES:
+            for each in product_times(rows, columns, (1, 16, 64), device):
+                report["times"].append(each)
+                Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     rows = []
     if not report.get("wrong") and args.only in (None, "quality"):
         common = (corpus(), size, device, QuantizationMode(args.mode), args.strategies)
@@ -315,6 +327,7 @@ def main() -> int:
 
 
 SHAPES = ((4096, 14_336), (14_336, 4096))
+COPIES = 8
 
 if __name__ == "__main__":
     sys.exit(main())

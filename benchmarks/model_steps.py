@@ -323,7 +323,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    given = parser.parse_args(namespace=OPTIONS)
+    given = parser.parse_intermixed_args(namespace=OPTIONS)
     if DEVICE.type == "cpu" and not given.tiny:
         parser.error("this needs a GPU; --tiny runs sizes for a CPU")
     unknown = sorted(set(given.families) - set(FAMILIES))
