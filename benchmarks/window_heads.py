@@ -37,6 +37,7 @@ class Call(NamedTuple):
     dim: int
     window: int  # 0 for none
     sinks: bool = False
+    few_tiles: bool = False  # tiles of 64 rows are candidates, too
 
 
 CALLS = (
@@ -53,19 +54,19 @@ CALLS = (
     Call("head dim 64", 2, 4096, 64, 8, 64, 512),
     Call("head dim 64, four consumers", 2, 4096, 64, 8, 64, 1024),
     Call("head dim 64, three consumers", 1, 16384, 64, 8, 64, 1024),
-    Call("few tiles, gemma-4-e4b", 1, 840, 8, 2, 256, 512),
-    Call("few tiles, gemma-4-e4b, long", 1, 2048, 8, 2, 256, 512),
-    Call("few tiles, gemma-3-1b", 1, 700, 4, 1, 256, 512),
-    Call("few tiles, gemma-3-4b", 1, 1500, 8, 4, 256, 1024),
-    Call("few tiles, gemma-3-12b", 1, 1000, 16, 8, 256, 1024),
-    Call("few tiles, gemma-2-2b", 1, 512, 8, 4, 256, 0),
-    Call("few tiles, gemma-4-26b", 1, 777, 16, 8, 256, 0),
-    Call("few tiles, qwen3.5", 1, 1100, 8, 2, 256, 0),
-    Call("few tiles, qwen3.5, two rows", 2, 1024, 16, 2, 256, 0),
-    Call("few tiles, llama-3.2-3b", 1, 300, 24, 8, 128, 0),
-    Call("few tiles, qwen2.5-1.5b", 1, 600, 12, 2, 128, 0),
-    Call("few tiles, qwen3-0.6b", 1, 1024, 16, 8, 128, 0),
-    Call("few tiles, mistral, window", 1, 900, 12, 4, 128, 512),
+    Call("few tiles, gemma-4-e4b", 1, 840, 8, 2, 256, 512, few_tiles=True),
+    Call("few tiles, gemma-4-e4b, long", 1, 2048, 8, 2, 256, 512, few_tiles=True),
+    Call("few tiles, gemma-3-1b", 1, 700, 4, 1, 256, 512, few_tiles=True),
+    Call("few tiles, gemma-3-4b", 1, 1500, 8, 4, 256, 1024, few_tiles=True),
+    Call("few tiles, gemma-3-12b", 1, 1000, 16, 8, 256, 1024, few_tiles=True),
+    Call("few tiles, gemma-2-2b", 1, 512, 8, 4, 256, 0, few_tiles=True),
+    Call("few tiles, gemma-4-26b", 1, 777, 16, 8, 256, 0, few_tiles=True),
+    Call("few tiles, qwen3.5", 1, 1100, 8, 2, 256, 0, few_tiles=True),
+    Call("few tiles, qwen3.5, two rows", 2, 1024, 16, 2, 256, 0, few_tiles=True),
+    Call("few tiles, llama-3.2-3b", 1, 300, 24, 8, 128, 0, few_tiles=True),
+    Call("few tiles, qwen2.5-1.5b", 1, 600, 12, 2, 128, 0, few_tiles=True),
+    Call("few tiles, qwen3-0.6b", 1, 1024, 16, 8, 128, 0, few_tiles=True),
+    Call("few tiles, mistral, window", 1, 900, 12, 4, 128, 512, few_tiles=True),
 )
 
 
@@ -94,7 +95,7 @@ def candidates(call: Call) -> dict[str, str]:
     """Pins by name: the heads of a tile, and 64 rows where it has so few."""
     shared = [n for n in (1, 2, 4, 8) if call.heads // call.kv_heads % n == 0] if call.window else [1]
     found = {str(heads): f"hopper:heads={heads}" for heads in shared}
-    if call.name.startswith("few"):
+    if call.few_tiles:
         found = {name: f"{pin}:consumers=2" for name, pin in found.items()}
         found |= {f"{name} in 64 rows": pin.replace("consumers=2", "consumers=1") for name, pin in found.items()}
     return found

@@ -20,6 +20,14 @@ def _runs(name):
                 yield pytest.param(name, case, backend, id=f"{name}-{backend}-{case.name}")
 
 
+@pytest.fixture(autouse=True)
+def same_order_of_sums():
+    """Atomic additions on a GPU come in any order."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @contextlib.contextmanager
 def default_dtype(dtype):
     """PyTorch's default dtype inside."""
