@@ -1,12 +1,14 @@
 """What is compiled ahead of launches: what it is, by whom, and that launches, errors and exits are as without it."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,9 +54,9 @@ def warmed(monkeypatch):
     threads.stop()
 
 
-def _done():
-    for wait in list(launcher.awaited.values()):
-        wait()
+def _finish(threads):
+    while threads.running:
+        time.sleep(0.001)
 
 
 CALLS = {
@@ -73,7 +75,7 @@ def test_a_forward_has_the_kernels_of_its_gradient_compiled(warmed, monkeypatch,
     op = ops()[name]
     shapes, more = CALLS[name]
     args = op.bind([torch.randn(n, dtype=torch.bfloat16, requires_grad=True) for n in shapes], more)
-    kernels = [op.explain(*args, arch="sm90").kernel, op.explain(*args, arch="sm90", gradient=True).kernel]
+    kernels = [op.explain(*args, arch="sm90", gradient=back).kernel for back in (False, True)]
     launched = _launched(op, kernels, args)
     fn = partial(kernels[0].fn.configure.fn, config=kernels[0].fn.configure.on(SM90, args, {}))
     with assuming(SM90), in_place_of_launches(lambda *launch: None):
@@ -95,11 +97,13 @@ def _key_of(kernel, args, named, cluster):
     return kernel.__name__, tuple(map(launcher._kind, args)), tuple(kinds.items()), cluster
 
 
-def _launched(op, kernels, args):
-    """Name of op -> key of each launch of a real call and its backward -> the kernel's name."""
+def _launched(op, kernels, args, launch=lambda *given: None):
+    """Name of op -> key of each launch of a real call and its backward -> the kernel's name. launch: what is done in
+    place of each, given the op's name, too."""
     found, names = {op.name: {}, op.vjp.name: {}}, [op.name]
 
     def note(kernel, grid, args, named, cluster):
+        launch(names[-1], kernel, grid, args, named)
         found[names[-1]][launcher.uncompiled(kernel, args, named, cluster)] = kernel.__name__
 
     taps = [_Tap(op, kernels[0].backend, SM90), _Tap(op.vjp, kernels[1].backend, SM90)]
@@ -140,7 +144,7 @@ def test_a_call_compiles_its_first_kernel_itself_and_none_twice(warmed, monkeypa
     monkeypatch.setattr(triton_private, "run", lambda kernel, *given: compiled.append(kernel.__name__))
     kernels = [MadeUp(f"kernel_{i}") for i in range(6)]
     _rest(warmed, *kernels, times=3)
-    _done()
+    _finish(ahead._threads())
     assert "kernel_0" not in warmed and max(Counter(warmed).values(), default=1) == 1
     assert compiled[:6] == [kernel.__name__ for kernel in kernels]  # the launches are as they were
 
@@ -202,14 +206,14 @@ def test_threads_end_with_their_work_and_take_more():
     for i in range(3):
         for future in [threads.submit(partial(done.append, i)) for _ in range(5)]:
             future.result(20)
-        while threads.running:
-            time.sleep(0.001)
+        _finish(threads)
     assert len(done) == 15
 
 
 def test_the_switch(monkeypatch):
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     monkeypatch.setattr(ahead, "interpreting", lambda: False)
+    monkeypatch.setattr(ahead.releases, "too_old", lambda: None)
     monkeypatch.delenv("TILESMITH_COMPILE_AHEAD", raising=False)
     for text, threads in (("0", False), ("1", True), (None, True)):
         if text is not None:
@@ -242,4 +246,60 @@ if sys.argv[1] == "fork":
 )
 def test_the_interpreter_ends_with_work_left(how):
     done = subprocess.run([sys.executable, "-c", ENDS, how], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+COMPILES = """
+import contextlib, sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+driver.set_active(SimpleNamespace(
+    get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=None,
+))
+from test_ahead import CALLS, SM90, _finish, _launched
+from tilesmith.engine import ahead, launcher, ops, torch_private
+from tilesmith.engine.autograd import Way
+from tilesmith.hardware.detect import assuming
+
+torch_private.current_device = lambda: 0
+torch.cuda.is_initialized = lambda: True
+torch.cuda.is_current_stream_capturing = lambda: False
+torch.cuda.device = lambda device: contextlib.nullcontext()
+ahead._threads = lambda: threads
+threads, compiled = ahead.Threads(2), []
+triton.knobs.compilation.listener = lambda src, **told: compiled.append(src.name)
+
+for name in sys.argv[1:]:
+    op, (shapes, more) = ops()[name], CALLS[name]
+    args = op.bind([torch.randn(n, dtype=torch.bfloat16, requires_grad=True) for n in shapes], more)
+    kernels = [op.explain(*args, arch="sm90", gradient=back).kernel for back in (False, True)]
+    fn = partial(kernels[0].fn.configure.fn, config=kernels[0].fn.configure.on(SM90, args, {}))
+    ready = SimpleNamespace(fn=fn, way=Way(op.gradient, "", args, op.gradient.needs(args)))
+    with assuming(SM90):
+        ahead.compile_rest(op, kernels[0], "", ready, args)
+    _finish(threads)
+
+    def launch(of, kernel, grid, args, named):
+        before = len(compiled)
+        launcher.triton_private.warm(kernel, args, named)
+        assert of == name or len(compiled) == before, kernel.__name__
+
+    assert compiled, "no thread compiled anything"
+    _launched(op, kernels, args, launch)
+"""
+
+
+def test_a_launch_finds_what_threads_compiled(needs_triton, tmp_path):
+    """By Triton's own key of the call's real tensors, for a GPU that is not here."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILES, "rms_norm", "add_rms_norm", "softmax"]
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

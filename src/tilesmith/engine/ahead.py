@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine import launcher, torch_private, triton_private
+from tilesmith.engine import launcher, releases, torch_private, triton_private
 from tilesmith.engine.backends import interpreting
 from tilesmith.engine.choice import by_metadata, choose, parse_pin
 from tilesmith.engine.kernel import Kernel
@@ -101,10 +101,10 @@ _seen: set[tuple] = set()
 
 @cache
 def _threads() -> Threads | None:
-    """None where nothing is compiled ahead: it is off, there is one processor, or Triton's compiler is AMD's, with
-    which it was never tried."""
+    """None where nothing is compiled ahead: it is off, there is one processor, or Triton is too old to have been tried
+    with threads, or for AMD, with whose compiler it never was."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not settings().compile_ahead or processors < 2 or torch.version.hip or interpreting():
+    if not settings().compile_ahead or processors < 2 or releases.too_old() or torch.version.hip or interpreting():
         return None
     return Threads(min(MOST, processors - 1))
 

@@ -53,13 +53,13 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
 
 
 def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
-    """Have Triton compile what `run` would, for the current device, and keep it: nothing is loaded there or launched."""
+    """Have Triton compile what `run` would for the current device, and keep it; nothing is loaded there or launched."""
     kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
 
 
 def have_cache(kernel: Any, device: int) -> None:
-    """Make what Triton keeps a kernel's compiled forms in, for the current device, of this index. Of two threads that make it at once
-    as they compile, one would lose what it compiled."""
+    """Make what Triton keeps a kernel's compiled forms in, for the current device, which has this index. Of two threads
+    that make it at once as they compile, one would lose what it compiled."""
     caches = getattr(kernel, "device_caches", None)
     if caches is not None:
         caches[device]
