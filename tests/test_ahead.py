@@ -123,27 +123,26 @@ def _launched(op, kernels, args, launch=lambda *given: None):
     return found
 
 
-def _rest(warmed, *kernels, times=1):
+def _rest(*kernels, times=1, columns=16):
     """A first run of a launcher of these kernels, each launched with one tensor."""
 
     def launcher_of_all(x):
         for kernel in kernels * times:
             launch(kernel, (1,), x, BLOCK=64)
 
-    x = torch.ones(16)
     made = SimpleNamespace(backend="made_up", plans=lambda *args: None)
     op = SimpleNamespace(name="made_up")
     ready = replay.Replay(launcher_of_all, None, 0, "", partial(ahead.compile_rest, op, made, ""))
     with assuming(SM90):
-        ready.run(x)
-    return ready, x
+        ready.run(torch.ones(columns))
 
 
 def test_a_call_compiles_its_first_kernel_itself_and_none_twice(warmed, monkeypatch):
     compiled = []
     monkeypatch.setattr(triton_private, "run", lambda kernel, *given: compiled.append(kernel.__name__))
     kernels = [MadeUp(f"kernel_{i}") for i in range(6)]
-    _rest(warmed, *kernels, times=3)
+    for columns in (16, 32):  # two calls that are looked at
+        _rest(*kernels, times=3, columns=columns)
     _finish(ahead._threads())
     assert "kernel_0" not in warmed and max(Counter(warmed).values(), default=1) == 1
     assert compiled[:6] == [kernel.__name__ for kernel in kernels]  # the launches are as they were
@@ -165,7 +164,7 @@ def test_a_launch_waits_for_its_kernel(warmed, monkeypatch):
 
     monkeypatch.setattr(triton_private, "warm", warm)
     monkeypatch.setattr(triton_private, "run", run)
-    _rest(warmed, MadeUp("first"), MadeUp("second"))
+    _rest(MadeUp("first"), MadeUp("second"))
     assert order == ["first", "compiled", "second"]
 
 
@@ -173,7 +172,7 @@ def test_what_no_thread_has_begun_the_launch_compiles(warmed, monkeypatch):
     compiled = []
     monkeypatch.setattr(triton_private, "run", lambda kernel, *given: compiled.append(kernel.__name__))
     monkeypatch.setattr(ahead._threads(), "most", 0)
-    _rest(warmed, MadeUp("first"), MadeUp("second"))
+    _rest(MadeUp("first"), MadeUp("second"))
     assert compiled == ["first", "second"] and warmed == []
 
 
@@ -192,7 +191,7 @@ def test_an_error_comes_again_where_the_kernel_is_launched(warmed, monkeypatch):
     monkeypatch.setattr(triton_private, "warm", warm)
     monkeypatch.setattr(triton_private, "run", run)
     with pytest.raises(ValueError, match="where it is launched"):
-        _rest(warmed, MadeUp("first"), MadeUp("second"))
+        _rest(MadeUp("first"), MadeUp("second"))
 
 
 def test_a_launcher_that_cannot_be_rehearsed_runs_as_without(warmed):
