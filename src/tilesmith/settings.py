@@ -26,6 +26,8 @@ class Settings:
         it is not a tested one: for the tests of a new release.
     replay: ``TILESMITH_REPLAY="1"``: repeated calls on a CUDA device do again what their launcher did without asking
         it (the default); "0": each call runs its launcher; "check": both run, and RuntimeError says where they differ.
+    compile_ahead: ``TILESMITH_COMPILE_AHEAD=0``: kernels are compiled one after another, each when it is launched; by
+        default threads compile the others of a first call, and those of its gradient, meanwhile.
     transport: ``TILESMITH_TRANSPORT="nccl"``: what moves tokens between the ranks of context-parallel attention:
         "symmetric_memory", "nccl" or "gloo"; "auto" (the default): the fastest that the ranks can have.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
@@ -40,6 +42,7 @@ class Settings:
     portable: str
     trust_triton: bool
     replay: str
+    compile_ahead: bool
     transport: str
     require_all: bool
     families: str
@@ -48,8 +51,8 @@ class Settings:
 _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("", "0", "false", "no", "off"), False)}
 
 
-def _flag(name: str) -> bool:
-    text = os.environ.get(PREFIX + name, "")
+def _flag(name: str, default: str = "0") -> bool:
+    text = os.environ.get(PREFIX + name, default)
     if text.lower() not in _FLAGS:
         raise ValueError(f"{PREFIX}{name} is {text!r}; it must be 1, true, yes or on, or 0, false, no, off or empty")
     return _FLAGS[text.lower()]
@@ -119,6 +122,7 @@ def read() -> Settings:
         portable=_portable(os.environ.get(PREFIX + "PORTABLE") or "interpreter"),
         trust_triton=_flag("TRUST_TRITON"),
         replay=_replay(os.environ.get(PREFIX + "REPLAY") or "1"),
+        compile_ahead=_flag("COMPILE_AHEAD", default="1"),
         transport=_transport(os.environ.get(PREFIX + "TRANSPORT") or "auto"),
         require_all=_flag("REQUIRE_ALL"),
         families=os.environ.get(PREFIX + "FAMILIES", ""),

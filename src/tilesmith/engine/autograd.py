@@ -74,9 +74,13 @@ class Gradient:
         return self.through_vjp(ctx, grads, self.route(needs, ctx.way.present, returned), self.op.vjp.run)
 
     def through_vjp(self, ctx: Any, grads: tuple, back: Callable[..., tuple], run: Callable[..., Any]) -> tuple:
-        way, vjp = ctx.way, self.op.vjp
-        pin = pinned(vjp.name) or (way.pin if way.pin and parse_pin(way.pin)[0] in vjp.backends() else "")
-        return back(run, pin, grads, ctx.saved_tensors, way.plain, way.like)
+        way = ctx.way
+        return back(run, self.pin_of_vjp(way.pin), grads, ctx.saved_tensors, way.plain, way.like)
+
+    def pin_of_vjp(self, pin: str) -> str:
+        """The pin of the vjp of a call with this pin."""
+        vjp = self.op.vjp
+        return pinned(vjp.name) or (pin if pin and parse_pin(pin)[0] in vjp.backends() else "")
 
     def through_reference(self, ctx: Any, grads: tuple, needs: tuple, returned: tuple) -> tuple:
         op = self.op

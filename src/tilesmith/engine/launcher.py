@@ -17,6 +17,8 @@ ANY_THREAD = 0  # in place of a thread's id, which is never 0
 _instead: dict[int, Callable[..., None]] = {}
 _compiled: dict[tuple, Compiled] = {}
 _runtime: Any = None  # whom to ask who listens to launches, once Triton is there
+awaited: dict[tuple, Callable[[], None]] = {}
+"""Key of a launch whose kernel `engine.ahead` compiles -> what returns once that is done, or left to the caller."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **named: Any) -> None:
@@ -39,6 +41,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **n
         _launch_cluster(kernel, grid, args, named, cluster, key, values)
         return
     found = _compiled.get(key) if key is not None else None
+    if found is None and key in awaited:
+        awaited[key]()
     x, y, z = (*grid, 1, 1)[:3]
     if found is None or hooked():
         compiled = triton_private.run(kernel, grid, args, named)
@@ -64,6 +68,8 @@ def _launch_cluster(
         raise TypeError(f"a launch of {kernel.__name__} by clusters has an argument that `launch` does not know")
     found = _compiled.get((*key, cluster))
     if found is None:
+        if key in awaited:
+            awaited[key]()
         compiled = triton_private.run(kernel, (0,), args, named)  # loaded; a grid of none is not launched
         found = _compiled[(*key, cluster)] = Compiled(compiled, cluster)
     x, y, z = (*grid, 1, 1)[:3]
@@ -95,6 +101,12 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n (1 for n <= 1)."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def uncompiled(kernel: Any, args: tuple, named: dict[str, Any], cluster: int) -> tuple | None:
+    """The key of a launch whose kernel is not compiled yet; None where it is, and where it is not kept by a key."""
+    key, _ = _key(kernel, args, named)
+    return None if key is None or (key if cluster == 1 else (*key, cluster)) in _compiled else key
 
 
 def _key(kernel: Any, args: tuple, named: dict[str, Any]) -> tuple[tuple | None, list[Any]]:

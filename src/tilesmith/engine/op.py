@@ -7,14 +7,14 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.library import infer_schema
 
-from tilesmith.engine import inductor, torch_private, tracing
+from tilesmith.engine import ahead, inductor, torch_private, tracing
 from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.arguments import always, binder, checked
 from tilesmith.engine.autograd import Gradient, Way, has_tangents, no_forward_mode, register_loop_vmap
@@ -318,7 +318,8 @@ class Op:
         def ready(fn: Callable[..., Any]) -> Ready:
             if device.type != "cuda":
                 return Ready(fn)
-            return Replay(fn, configure and configure.free, device.index, f"{kernel.op} by {kernel.backend}")
+            before = partial(ahead.compile_rest, self, kernel, pin)
+            return Replay(fn, configure and configure.free, device.index, f"{kernel.op} by {kernel.backend}", before)
 
         found = ready(fn)
         if configure is not None and configure.hides:
@@ -380,10 +381,7 @@ class Op:
         """The choice for tensors as if they were on `device`, or, without one, on any of an architecture."""
         here = device or torch.device(_TYPES.get(arch.kind, "meta"))
         with assuming(arch):
-            call = self._describe(*args)
-            moved = [f._replace(device=here) if isinstance(f, TensorFacts) else f for f in call]
-            call = type(call)(*moved)._replace(arch=arch)
-            choice = choose(self, call, pinned(self.name), device or arch, args, ask=True)
+            choice = choose(self, self.described(args, here, arch), pinned(self.name), device or arch, args, ask=True)
             notes = self._told(choice.kernel, args, arch)
             configure = getattr(choice.kernel.fn, "configure", None)
             if configure is not None:
@@ -391,20 +389,32 @@ class Op:
                 notes.append("configuration: " + ", ".join(f"{n} {value}" for n, value in config._asdict().items()))
         return replace(choice, note="; ".join(notes))
 
+    def described(self, args: tuple, device: torch.device, arch: Any) -> Any:
+        """The metadata of a call as if its tensors were on `device`, one of an architecture, wherever they are."""
+        call = self._describe(*args)
+        moved = [f._replace(device=device) if isinstance(f, TensorFacts) else f for f in call]
+        return type(call)(*moved)._replace(arch=arch)
+
     def _explained_gradient(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
         """The choice for this call's gradient. Its arguments are made up, of no memory."""
         if self.vjp is None:
             raise ValueError(f"explain: the gradient of {self.name} has no kernels; its reference is differentiated")
         return self.vjp._explained(self.gradient_arguments(args), device, arch)
 
-    def gradient_arguments(self, args: tuple) -> tuple:
-        """What the vjp of a call would be given, on meta: tensors without memory."""
+    def gradient_arguments(self, args: tuple, usual: bool = False) -> tuple:
+        """What the vjp of a call would be given, on meta: tensors without memory.
+
+        usual: gradients come in for the first output and those with as many dims, such as the sum of add_rms_norm, not
+        for statistics, such as attention's lse; else for all that are public.
+        """
         made = {id(a): _unallocated(a) for a in args if isinstance(a, Tensor)}  # one tensor stays one
         asked = {n: a.requires_grad for n, a in zip(self.parameters, args) if isinstance(a, Tensor)}
         args = tuple(made.get(id(a), a) for a in args)
         found = self._fake(*args)
         outputs = dict(zip(self.outputs, found if isinstance(found, tuple) else (found,)))
-        known = {**dict(zip(self.parameters, args)), **outputs, **{f"d{n}": x for n, x in outputs.items()}}
+        dims = outputs[self.outputs[0]].ndim
+        grads = {f"d{n}": None if usual and x.ndim != dims else x for n, x in outputs.items()}
+        known = {**dict(zip(self.parameters, args)), **outputs, **grads}
         wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in self.vjp.outputs]
         known |= {**self.vjp.defaults, "output_mask": wanted, "overwrite": False}
         return tuple(known[n] for n in self.vjp.parameters)

@@ -67,10 +67,16 @@ def launches_of(fn: Callable[..., Any], args: tuple, arch: Arch) -> list[Launch]
     def note(kernel: Any, grid: tuple[int, ...], args: tuple, named: dict[str, Any], cluster: int) -> None:
         found.append(Launch.of(kernel, grid, named, cluster))
 
+    rehearse(fn, args, arch, note)
+    return found
+
+
+def rehearse(fn: Callable[..., Any], args: tuple, arch: Arch, note: Callable[..., None]) -> None:
+    """Run fn on tensors like `args` without memory; note(kernel, grid, arguments, named ones, cluster) is called in
+    place of each launch. Raises what fn raises, as where it reads values."""
     made: dict[int, Tensor] = {}  # one tensor as two arguments stays one
     with torch_private.without_modes(), torch.no_grad(), assuming(arch), launcher.in_place_of_launches(note):
         fn(*(_without_memory(a, made) for a in args))
-    return found
 
 
 def _without_memory(value: Any, made: dict[int, Tensor]) -> Any:

@@ -39,12 +39,20 @@ class Replay(Ready):
     """A kernel on a CUDA device: runs its launcher, records the second run, repeats that from then on.
 
     fn: the configured launcher. free: whether nothing forbids a replay now; None: never replayed. device: index.
-    name: of the op and its backend, for errors.
+    name: of the op and its backend, for errors. before: called with this object and the arguments of the first run,
+    before it; None: nothing is.
     """
 
-    def __init__(self, fn: Callable[..., Any], free: Callable[[], bool] | None, device: int, name: str = "a launcher"):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        free: Callable[[], bool] | None,
+        device: int,
+        name: str = "a launcher",
+        before: Callable[[Replay, tuple], None] | None = None,
+    ):
         super().__init__(self._launch)
-        self.fn, self.free, self.device, self.name = fn, free, device, name
+        self.fn, self.free, self.device, self.name, self.before = fn, free, device, name, before
         self.calls, self.refusal, self.mode = 0, "", settings().replay
 
     def told(self) -> list[str]:
@@ -58,6 +66,9 @@ class Replay(Ready):
         if _current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self.run(*args)
+        if self.before is not None:
+            before, self.before = self.before, None
+            before(self, args)
         if self.free is None or self.mode == "0" or not self.free():
             return self.fn(*args)
         self.calls += 1

@@ -11,6 +11,7 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `cuOccupancyMaxActiveClusters` | as many clusters are resident as the smallest GPCs hold; none of more than 8 CTAs |
 | `knobs.runtime` hooks | a profiler that listens to Triton's hooks hears only of first launches |
 | `knobs.cache.dir` | errors name the folder that the environment gives, or the default one |
+| `JITFunction.device_caches` | a kernel that is compiled ahead may be read from Triton's cache on disk again |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """
 
@@ -49,6 +50,19 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
             f"Triton cannot use its cache of compiled kernels in {folder} ({problem}): delete that folder, or set "
             "TRITON_CACHE_DIR to one that can be written"
         ) from problem
+
+
+def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
+    """Have Triton compile what `run` would for the current device, and keep it; nothing is loaded there or launched."""
+    kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
+
+
+def have_cache(kernel: Any, device: int) -> None:
+    """Make what Triton keeps a kernel's compiled forms in, for the current device, which has this index. Of two threads
+    that make it at once as they compile, one would lose what it compiled."""
+    caches = getattr(kernel, "device_caches", None)
+    if caches is not None:
+        caches[device]
 
 
 def _cache_dir() -> str:
