@@ -213,6 +213,18 @@ def test_files_and_modules_exist(page):
         assert (ROOT / path).exists(), path
 
 
+def test_the_changelog_says_each_change_once():
+    """Entries are short, and no two of a release share nearly all of their words."""
+    for release in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        entries = [" ".join(entry.split()) for entry in re.findall(r"^- (.*?)(?=^- |^$|\Z)", release, NOT_RUN)]
+        assert all(len(entry) <= 500 for entry in entries), max(entries, key=len)
+        words = [set(re.findall(r"[a-z_0-9]{4,}", entry.lower())) for entry in entries]
+        for k, mine in enumerate(words):
+            for j, other in enumerate(words[:k]):
+                least = min(len(mine), len(other))
+                assert least < 10 or len(mine & other) < 0.65 * least, (entries[j], entries[k])
+
+
 def test_the_ops_of_the_readme_exist():
     rows = re.findall(r"^\| (?:norm|rotary|gate|gemm|attention|loss) \|(.*)\|$", README, re.MULTILINE)
     assert len(rows) == 6
