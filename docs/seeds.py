@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 from tilesmith.hardware.facts import tomllib
 
@@ -87,7 +88,7 @@ def _document(name: str) -> dict:
 
 def _measured(file: str, case: str, which: str, provider: str = "tilesmith") -> str:
     """A figure: the rate, the share of the peer; without a case the first of the file."""
-    rows = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["rows"]
+    rows = _results(file)["rows"]
     rows = [r for r in rows if r.get("pass") == which and r.get("us") and (not case or r["case"] == case)]
     rows = [r for r in rows if r["provider"] == provider] or [r for r in rows if r["provider"].startswith("tilesmith ")]
     if not rows:
@@ -104,9 +105,27 @@ def _measured(file: str, case: str, which: str, provider: str = "tilesmith") -> 
 def _figure(file: str, path: list[str | int], *rest: list[str | int] | str) -> str:
     """A figure of a script's document, or its quotient by another, in the words that have {} for it."""
     *divisor, words = rest
-    document = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
-    figure, *others = (functools.reduce(lambda found, step: found[step], steps, document) for steps in (path, *divisor))
+    figure, *others = (at(file, *steps) for steps in (path, *divisor))
     return words.format(figure / others[0] if others else figure)
+
+
+def at(file: str, *path: str | int | dict) -> Any:
+    """What a document of results has at a path. A dict as a step picks the one row that has its items."""
+    found = _results(file)
+    for step in path:
+        if isinstance(step, dict):
+            rows = [row for row in found if isinstance(row, dict) and step.items() <= row.items()]
+            if len(rows) != 1:
+                raise LookupError(f"{file}.json has {len(rows)} rows with {step}")
+            found = rows[0]
+        else:
+            found = found[step]
+    return found
+
+
+@functools.cache
+def _results(file: str) -> Any:
+    return json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -213,6 +213,37 @@ def test_files_and_modules_exist(page):
         assert (ROOT / path).exists(), path
 
 
+def test_the_map_of_the_code_is_that_of_the_tree():
+    """Files that docs/architecture.md names exist, and of the folders that it goes through it names every file."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = [path.relative_to(ROOT / "src" / "tilesmith").as_posix() for path in (ROOT / "src").rglob("*.py")]
+    files += [path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "tilesmith").glob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    absent = [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in files)]
+    assert not absent, absent
+    for folder in ("engine", "distributed", "models", "models/attention", "models/generation", "validate"):
+        section = text if folder.startswith("models/") else _section(text, folder)
+        here = [path.name for path in (ROOT / "src" / "tilesmith" / folder).glob("*.py") if path.stem != "__init__"]
+        assert not [name for name in here if f"`{name}`" not in section], folder
+
+
+def _section(text: str, folder: str) -> str:
+    (found,) = re.findall(rf"^## (?:What )?`{folder}/?`.*?(?=^## |\Z)", text, NOT_RUN)
+    return found
+
+
+def test_the_changelog_says_each_change_once():
+    """Entries are short, and no two of a release share nearly all of their words."""
+    for release in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        entries = [" ".join(entry.split()) for entry in re.findall(r"^- (.*?)(?=^- |^$|\Z)", release, NOT_RUN)]
+        assert all(len(entry) <= 500 for entry in entries), max(entries, key=len)
+        words = [set(re.findall(r"[a-z_0-9]{4,}", entry.lower())) for entry in entries]
+        for k, mine in enumerate(words):
+            for j, other in enumerate(words[:k]):
+                least = min(len(mine), len(other))
+                assert least < 10 or len(mine & other) < 0.65 * least, (entries[j], entries[k])
+
+
 def test_the_ops_of_the_readme_exist():
     rows = re.findall(r"^\| (?:norm|rotary|gate|gemm|attention|loss) \|(.*)\|$", README, re.MULTILINE)
     assert len(rows) == 6

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilesmith
-from tilesmith import ops
+from tilesmith import _install, ops
 from tilesmith.cli.recorder import choices_of
 from tilesmith.engine import Op, Space, kernel, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_named, assuming
@@ -184,3 +184,15 @@ def test_linear_cross_entropy_on_hopper_tells_its_way(features, options, reason)
         *launches, told = found.tells(*given, config=found.fn.configure.on(arch, given, {}))
     assert any("exp2_matmul_kernel" in line for line in launches) is not bool(reason)
     assert told == (f"a pass over the logits makes their gradient: {reason}" if reason else exp2)
+
+
+def test_without_triton_nothing_is_claimed_of_a_gpu_that_is_not_here(monkeypatch):
+    """A user on a laptop was told that an H100 would run the reference."""
+    for module in ("choice", "backends"):
+        monkeypatch.setattr(f"tilesmith.engine.{module}.triton_missing", lambda: "Triton is not installed (pip ...)")
+    x, weight = torch.ones(8, 64), torch.ones(64)
+    there = tilesmith.explain("rms_norm", x, weight, arch="sm90")
+    assert there.because.startswith("not what sm90 would choose: that cannot be told without Triton")
+    assert there.because.endswith(_install.command("interpreter"))
+    assert tilesmith.explain("rms_norm", x, weight).because == "rank 0, the highest that accepts"
+    assert tilesmith.explain("rms_norm", x, weight, arch="apple").because.startswith("rank")

@@ -116,3 +116,24 @@ def test_a_lane_that_spills_into_its_neighbour_is_found():
     assert found.endswith("%r4, 2147483648;")
     assert spilling_lanes(LANES.format(factor=2**15, joined=joined)) == []  # of a thread's index: within its lane
     assert spilling_lanes(LANES.format(factor=2**31, joined="mov.b64 	%rd30, %rd29;")) == []
+
+
+@pytest.mark.parametrize(
+    "program", ["api_pages", "fuzz", "matrix", "offline", "release", "sanitized", "stubs", "trial"]
+)
+def test_each_program_says_how_it_is_called(program, tmp_path):
+    command = (sys.executable, "-m", f"tilesmith.validate.{program}", "--help")
+    paths = os.pathsep.join([str(Path(tilesmith.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: python -m tilesmith.validate.{program}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_family_that_is_not_there_is_refused():
+    command = (sys.executable, "-m", "tilesmith.validate.offline", "norms", "cuda", "90", "32")
+    paths = os.pathsep.join([str(Path(tilesmith.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 2 and "there is no family norms; there are attn, elementwise, " in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -52,7 +53,8 @@ def wheel(tmp_path_factory) -> Path:
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else packed.extractall(folder)
     source = folder / archive.name.removesuffix(".tar.gz")
-    for name in ("README.md", "LICENSE", "mkdocs.yml", "docs/index.md", "tests/bad_inputs.toml", "examples"):
+    texts = ("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/index.md")
+    for name in (*texts, "mkdocs.yml", "hatch_build.py", "tests/bad_inputs.toml", "examples"):
         assert (source / name).exists(), name
     return folder / _run(sys.executable, "-c", BUILD, "build_wheel", str(folder), cwd=source).split()[-1]
 
@@ -66,6 +68,34 @@ def test_the_wheel_holds_what_is_read_at_run_time(wheel):
     assert not [name for name in names if name.startswith(("tests", "docs", "examples"))]
 
 
+def test_the_description_has_no_link_that_leads_nowhere(wheel):
+    """An index shows the README away from its repository, which has no public address: none is invented."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    head, _, text = archive.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head and text.startswith("# Tilesmith")
+    assert "Project-URL" not in head and "Home-page" not in head
+    relative = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith(("#", "https://"))]
+    assert not relative
+    assert "quickstart (`docs/quickstart.md`)" in text
+
+
+def test_with_an_address_links_are_absolute():
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = "![a curve](benchmarks/a.svg) [the `guide`](docs/g.md#b), [here](#measured), [there](https://example.org/)"
+    home = "https://host/owner/name"
+    assert module.description(readme, home) == (
+        f"![a curve]({home}/raw/main/benchmarks/a.svg) [the `guide`]({home}/blob/main/docs/g.md#b), "
+        "[here](#measured), [there](https://example.org/)"
+    )
+    metadata = {"urls": {"Source": f"{home}/"}}
+    module.Metadata(str(ROOT), {}).update(metadata)
+    assert f"[quickstart]({home}/blob/main/docs/quickstart.md)" in metadata["readme"]["text"]
+
+
 def test_the_wheel_works_alone_beside_torch(wheel, tmp_path):
     _run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env"), cwd=tmp_path)
     (home,) = (tmp_path / "env").glob("lib/python*/site-packages")
@@ -74,9 +104,18 @@ def test_the_wheel_works_alone_beside_torch(wheel, tmp_path):
     told = json.loads(_run(str(tmp_path / "env" / "bin" / "python"), "-c", USED, cwd=tmp_path).splitlines()[-1])
     assert Path(told["file"]).parents[1] == home
     assert told["version"] == PROJECT["version"]
-    assert told["replaced"] == 1 and "hopper" in told["explained"]
+    triton = importlib.util.find_spec("triton") is not None  # it lies beside torch
+    assert told["explained"].startswith("rms_norm -> triton" if triton else "rms_norm -> reference (not what sm90")
+    assert told["replaced"] == 1
     shown = _run(str(tmp_path / "env" / "bin" / "python"), "-m", "tilesmith", "--version", cwd=tmp_path)
     assert PROJECT["version"] in shown
+
+
+def test_the_interpreter_s_numpy_is_that_of_the_tests():
+    """Triton 3.6's interpreter fails with numpy 2.4."""
+    extras = PROJECT["optional-dependencies"]
+    (tested,) = [asked for asked in extras["dev"] if asked.startswith("numpy")]
+    assert tested in extras["interpreter"]
 
 
 def test_errors_name_what_an_extra_installs(monkeypatch):

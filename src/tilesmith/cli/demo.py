@@ -346,7 +346,7 @@ def _write(model: nn.Module, subject: Subject, seed: int, trained: bool) -> dict
     console.rule("Writing with a KV cache", align="left")
     if not trained:
         console.print(
-            f"A model of {subject.size / 1e6:.1f} M parameters, trained for a minute, knows which pieces of words "
+            f"A model of {subject.size / 1e6:.1f} M parameters, trained so briefly, knows which pieces of words "
             "follow one another; it does not write English. What counts here is that cache and no cache agree.",
             style="dim",
             highlight=False,

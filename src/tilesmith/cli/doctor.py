@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tilesmith import __version__
+from tilesmith import __version__, _install
 from tilesmith.cli.output import CHECK_FAILED, console, print_json, print_lines, table
 
 
@@ -102,10 +102,10 @@ def _advice(device, driver: str | None) -> list[str]:
             f"torch is a build for CPUs, and there is an NVIDIA driver {driver}: pip install --force-reinstall torch"
         ]
     if device.type == "cpu":
+        first = f"{_install.command('interpreter')}, then " if triton_missing() else ""
         return [
             "kernels need a GPU: NVIDIA, AMD or Intel through Triton, Apple through Metal",
-            "what a GPU would choose: tilesmith explain rms_norm --arch sm90",
-            "check the kernels on this CPU, slowly: TRITON_INTERPRET=1 tilesmith verify rms_norm",
+            f"what a GPU would choose: {first}tilesmith explain rms_norm --arch sm90",
         ]
     if device.type in ("cuda", "xpu") and triton_missing():
         return ["pip install triton"]

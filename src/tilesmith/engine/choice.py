@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith import _install
 from tilesmith.engine import torch_private, trial
 from tilesmith.engine.arguments import shown, suggestion
-from tilesmith.engine.backends import REFERENCE, in_gluon, missing
+from tilesmith.engine.backends import REFERENCE, in_gluon, missing, triton_missing
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.registry import ops
 from tilesmith.hardware.detect import arch_of
@@ -182,12 +183,23 @@ def choose(op: Any, call: Any, pin: str, device: Any, args: tuple = (), ask: boo
         reasons = tuple(kernel.rejects(call)) or refused(kernel)
         if not reasons:
             lower = tuple(k for k in ranked[place + 1 :] if not k.rejects(call))
-            choice = Choice(kernel, f"rank {kernel.rank}, the highest that accepts", tuple(rejected), lower=lower)
+            choice = Choice(kernel, _because(kernel, rejected, device), tuple(rejected), lower=lower)
             if isinstance(device, torch.device):  # an architecture is only asked about
                 _tell(choice, device)
             return choice
         rejected.append((kernel.backend, reasons))
     raise NotImplementedError(f"no kernel serves this call of {op.name}: {rejected}")
+
+
+def _because(kernel: Kernel, rejected: list[tuple[str, tuple[str, ...]]], device: Any) -> str:
+    """Why this kernel. Of a GPU that is not here nothing is claimed where its kernels cannot even be asked."""
+    unasked = not isinstance(device, torch.device) and triton_missing()
+    if unasked and any(unasked in reasons for _, reasons in rejected):
+        return (
+            f"not what {device.name} would choose: that cannot be told without Triton, in whose code the kernels say "
+            f"what they take; {_install.command('interpreter')}"
+        )
+    return f"rank {kernel.rank}, the highest that accepts"
 
 
 def _reasons(op: Any, backend: str, call: Any, device: Any) -> list[str]:

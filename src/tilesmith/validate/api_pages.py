@@ -7,11 +7,11 @@ The documentation site writes the same pages while it is built (docs/site.py), s
 
 from __future__ import annotations
 
+import argparse
 import enum
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,9 +270,9 @@ def _stripped(block: list[str]) -> list[str]:
 
 def main() -> None:
     """Write every page into the folder that the command line names."""
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m tilesmith.validate.api_pages DIR")
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m tilesmith.validate.api_pages", description=main.__doc__)
+    parser.add_argument("folder", metavar="DIR", type=Path)
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for each in pages():
         (folder / f"{each.name}.md").write_text(each.text, encoding="utf-8")

@@ -46,6 +46,12 @@ def run_cases(
                     yield check(op, backend, case, device, dtype)
 
 
+def families() -> list[str]:
+    """The families of ops."""
+    modules = (op.reference.__module__.split(".") for op in ops().values())  # those of a user have no family
+    return sorted({names[2] for names in modules if names[:2] == ["tilesmith", "ops"]})
+
+
 def backends_on(op: Op, device: torch.device) -> list[str]:
     """The op's backends that can be asked on `device`, the reference last."""
     found = [b for b in backends_of(op) if b != REFERENCE and missing(b, device) is None]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tilesmith.engine import ops
 from tilesmith.validate import torch_releases
+from tilesmith.validate.cases import families
 from tilesmith.validate.environments import NotInstalledError, pip
 
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
@@ -86,12 +86,6 @@ def _lines(page: str) -> dict[str, list[str]]:
     for line in re.finditer(r"^(?:\| |- )(\w+)(?: \||,).*\n", page, re.MULTILINE):
         lines.setdefault(line[1], []).append(line[0])
     return lines
-
-
-def families() -> list[str]:
-    """The families of ops."""
-    modules = (op.reference.__module__.split(".") for op in ops().values())  # those of a user have no family
-    return sorted({names[2] for names in modules if names[:2] == ["tilesmith", "ops"]})
 
 
 def _cell(names: list[str], error: str) -> str:

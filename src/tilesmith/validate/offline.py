@@ -7,6 +7,7 @@ kernel takes longer than compiling most.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from tilesmith.engine.launcher import compiling_for
 from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.validate import ptx, sass
-from tilesmith.validate.cases import outputs_and_gradients
+from tilesmith.validate.cases import families, outputs_and_gradients
 
 _ARCHS = {("cuda", 80): "sm80", ("cuda", 90): "sm90", ("cuda", 100): "sm100"}
 
@@ -126,5 +127,20 @@ def main(families: str, backend: str, arch: str, warp: str, *more: str) -> int:
     return 0 if found and not faults else 1
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tilesmith.validate.offline", description=main.__doc__)
+    parser.add_argument("families", help="folders of tilesmith/ops with commas between them: norm,loss")
+    parser.add_argument("backend", choices=("cuda", "hip"))
+    parser.add_argument("arch", help="90 or gfx942")
+    parser.add_argument("warp", help="threads of a warp: 32, or 64 for gfx9")
+    parser.add_argument("names", nargs="*", help="cases; those tagged interpret or compile by default")
+    parser.add_argument("--brief", action="store_true", help="without registers, spills and code sizes")
+    given = parser.parse_args()
+    if unknown := set(given.families.split(",")).difference(families()):
+        parser.error(f"there is no family {', '.join(sorted(unknown))}; there are {', '.join(families())}")
+    return given
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    asked = _arguments()
+    sys.exit(main(asked.families, asked.backend, asked.arch, asked.warp, *asked.names, *["--brief"] * asked.brief))

@@ -9,6 +9,7 @@ lists the strings that it takes, their type is a Literal of these.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import pkgutil
@@ -172,6 +173,7 @@ def _docstring(op: Op) -> str:
 
 def main() -> None:
     """Write every stub that is not as it should be, and name it."""
+    argparse.ArgumentParser(prog="python -m tilesmith.validate.stubs", description=main.__doc__).parse_args()
     for path, text in stubs().items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ says what was found; it exits with 0 if the values are right, 75 if something el
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -182,4 +183,9 @@ def main(name: str, backend: str, device: str, kernels: str = "", dtype: str = "
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tilesmith.validate.trial", description=__doc__)
+    for name in ("name", "backend", "device"):
+        parser.add_argument(name)
+    for name, default in (("kernels", ""), ("dtype", ""), ("columns", "0")):
+        parser.add_argument(name, nargs="?", default=default)
+    sys.exit(main(**vars(parser.parse_args())))

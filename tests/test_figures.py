@@ -1,0 +1,366 @@
+"""What the documents say was measured is in benchmarks/results, and their tables are what the result files make."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tilesmith.bench import tables
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+UNIT = re.compile(
+    r"(?<![\w.])\.?\d[\d,.]*\s?"
+    r"(?:×(?!\s?\d)|µs|(?:us|ms|s|GB|MB|minutes|times)\b|TB/s|TFLOP/s|tokens(?:/s| a second)|%)"
+)
+BLOCKS = re.compile(r"^```.*?^```|<!-- bench:.*?<!-- /bench -->", re.MULTILINE | re.DOTALL)
+
+
+class Said(NamedTuple):
+    """A stretch of a page, with {} for its figures, and where they come from."""
+
+    page: str
+    words: str
+    figures: Any  # a function of nothing that returns them
+
+
+def _command():
+    spec = importlib.util.spec_from_file_location("seeds", ROOT / "docs" / "seeds.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_at = _command().at
+
+
+def _llama(provider: str) -> dict:
+    return _at("sm90/model", "rows", {"provider": provider})
+
+
+def _peak(provider: str) -> float:
+    return _llama(provider)["peak_bytes"] / 1e9
+
+
+def _ms(provider: str) -> float:
+    return _llama(provider)["us"] / 1e3
+
+
+def _generated(way: str) -> float:
+    return _at("sm90/decode-loop", "1.5 B, 2k", "batch 1", way, "tokens_per_s")
+
+
+def _trl(field: str, rows: str, *variants: str) -> list[float]:
+    return [_at("sm90/trl-steps", "rows", rows, variant, field) for variant in variants]
+
+
+def _trl_row(variant: str) -> tuple[float, ...]:
+    (whole,), (documents,), (peak,) = (
+        _trl(field, rows, variant) for field, rows in (("ms", "whole"), ("ms", "documents"), ("peak_gb", "whole"))
+    )
+    return whole, documents, peak
+
+
+def _layers(tokens: int, *recipes: str, field: str = "ms") -> list[float]:
+    """Of four Llama layers in FP8 the speed over bf16, or another field."""
+    rows = [row for row in _at("sm90/fp8-training", "layers") if row.get("tokens") == [tokens, 4096]]
+    (row,) = rows
+    if field != "ms":
+        return [row[field][recipe] for recipe in recipes]
+    return [row["times"]["bf16, optimised"]["ms"] / row["times"][recipe]["ms"] for recipe in recipes]
+
+
+def _over_delayed(provider: str) -> float:
+    times = _at("sm90/fp8-training", "layers_compiled", 1, "times")
+    return times[provider]["ms"] / times["delayed"]["ms"]
+
+
+def _estimates() -> tuple[float, float, float]:
+    errors = [abs(row["error"]) * 100 for row in _at("sm90/whole-models", "predictions")]
+    assert len(errors) == 7
+    return min(errors), max(errors), statistics.median(errors)
+
+
+def _shards(kind: str) -> list[float]:
+    rows = _at("sm90/ring-shards", "rows")
+    return [_one(rows, errors=kind, mode="ring", shards=n)["times_one"]["out"] for n in (2, 4, 8)]
+
+
+def _one(rows: list[dict], **items: Any) -> dict:
+    (row,) = [row for row in rows if items.items() <= row.items()]
+    return row
+
+
+def _packed(bits: float) -> tuple[float, ...]:
+    row = _at("sm90/adaptive-precision", "summary", {"bits": bits})
+    return tuple(100 * x for x in (row["mean"], *row["interval"]))
+
+
+def _four_bits() -> tuple[float, ...]:
+    seeds = _at("sm90/adaptive-precision", "quality")
+    rows = [_one(seed["adaptive"], bits=4) for seed in seeds]
+    rises = [row["delta"] for row in rows]
+    shares = [100 * row["delta"] / seed["loss"] for row, seed in zip(rows, seeds)]
+    return rows[0]["share of fp16"], seeds[0]["loss"], min(rises), max(rises), min(shares), max(shares)
+
+
+def _chosen() -> tuple[float, float, float]:
+    row = _at("sm90/sparse-attention", "rows", 0, "forward us")
+    kernels = _at("sm90/block-choice", "dynamic, 32768 tokens, us", "all", "")
+    return row["attention alone"], sum(kernels.values()), row["cudnn"]
+
+
+def _learned() -> tuple[float, float, float]:
+    row = _at("sm90/sparse-attention", "rows", 1, "forward and backward us")
+    parts = _at("sm90/block-choice", "learned, 65536 tokens, us")
+    indexer = sum(sum(form.values()) for part in parts.values() for form in part.values())
+    return row["attention alone"] / 1e3, row["cudnn"] / 1e3, indexer / 1e3
+
+
+def _held(*names: str) -> list[float]:
+    return [100 * _at("sm90/sparse-attention", "rows", 0, "retained mass", name) for name in names]
+
+
+def _quality(arm: str) -> tuple[float, float]:
+    """What an arm copies, and how far its loss is above dense, both in per cent."""
+    rows = _at("sm90/sparse-quality", "rows")
+    return 100 * rows[arm]["copy"], 100 * (rows[arm]["loss"] / rows["dense"]["loss"] - 1)
+
+
+def _long_step() -> tuple[float, ...]:
+    row = _at("sm90/long-step", "rows", "2x393216-e4m3")
+    return row["predicted_peak"] / 1e9, row["peak"] / 1e9, row["seconds"], 100 * row["attention_share"]
+
+
+def _zoo(name: str, which: str) -> tuple[float, float]:
+    summary = _at(f"sm90/{name}", "summary", which)
+    return summary["geometric_mean"], summary["minimum"]
+
+
+def _small_tiles() -> tuple[float, float]:
+    row = next(row for row in _at("sm90/window-heads", "rows") if row["call"]["name"] == "few tiles, gemma-4-e4b")
+    return row["us"]["4 in 64 rows"], row["us"]["1"]
+
+
+def _worst_forward() -> tuple[float, float]:
+    name = "Gemma-4-E4B 1 x 840, window 512"
+    rows = [row for row in _at("sm90/attention-zoo", "rows") if row["case"] == name and row["pass"] == "forward"]
+    times = {row["provider"]: row["us"] for row in rows if "us" in row}
+    return times["tilesmith"], min(us for provider, us in times.items() if provider != "tilesmith")
+
+
+BENCH, GUIDES = "benchmarks/README.md", "docs/guides"
+ROW = "| {:.0f} % | {:.0f} to {:.0f} % |"
+SAID = [
+    Said("README.md", "trains {:.1f}× as fast as in PyTorch", lambda: [_llama("tilesmith")["times_pytorch"]]),
+    Said("README.md", "in {:.0f} GB instead of {:.0f}**", lambda: [_peak("tilesmith"), _peak("pytorch")]),
+    Said(
+        "README.md",
+        "{:.0f} tokens/s, against {:.0f} by transformers' compiled static cache",
+        lambda: [_generated("graphs"), _generated("compile + graphs")],
+    ),
+    Said("README.md", "{:.1f} × the speed of TRL alone", lambda: [1 / _over(_trl("ms", "whole", "optimized", "trl"))]),
+    Said(
+        "README.md",
+        "{:,} calls were right, {:,} were refused with an error that names the argument, and {}, all of one draw, "
+        "failed",
+        lambda: [_at("sm90/fuzz", "verdicts", verdict) for verdict in ("right", "refused", "failure")],
+    ),
+    Said(BENCH, "forward {:.2f} in the geometric mean and {:.2f} at least", lambda: _zoo("attention-zoo", "forward")),
+    Said(BENCH, "backward {:.2f} and {:.2f}.", lambda: _zoo("attention-zoo", "backward")),
+    Said(BENCH, "That worst forward took {:.1f} µs beside {:.1f}", _worst_forward),
+    Said(BENCH, "since then it takes {:.1f} (", lambda: _small_tiles()[:1]),
+    Said(BENCH, "26 calls): {:.2f} and {:.2f};", lambda: _zoo("attention-decode-zoo", "forward")),
+    Said(BENCH, "13 calls) {:.2f} and {:.2f}.", lambda: _zoo("attention-decode-zoo-seed-554109", "forward")),
+    *(
+        Said(f"{GUIDES}/adaptive-precision.md", f"| {bits} {ROW}", lambda bits=bits: _packed(bits))
+        for bits in (2.5, 3, 3.5, 4)
+    ),
+    Said(
+        f"{GUIDES}/adaptive-precision.md",
+        "packed weights take {:.2f} of their size in float16, and the loss of {:.2f} nats rises by {:.4f} to {:.4f} "
+        "({:.2f} to {:.2f} %)",
+        _four_bits,
+    ),
+    Said(
+        f"{GUIDES}/fp8-training.md",
+        "at 2 × 4,096 tokens delayed {:.2f}×, current {:.2f}×, blockwise {:.2f}×, rowwise {:.2f}×",
+        lambda: _layers(2, "delayed", "current", "blockwise", "rowwise"),
+    ),
+    Said(
+        f"{GUIDES}/fp8-training.md",
+        "at 4 × 4,096 tokens {:.2f}×, {:.2f}×, {:.2f}× and {:.2f}×",
+        lambda: _layers(4, "delayed", "current", "blockwise", "rowwise"),
+    ),
+    Said(
+        f"{GUIDES}/fp8-training.md",
+        "{:.2f} times as fast as with torchao's compiled tensorwise recipe, and {:.2f} times as fast as in bf16",
+        lambda: [_over_delayed("tensorwise, compiled"), _over_delayed("bf16, compiled")],
+    ),
+    Said(
+        f"{GUIDES}/fp8-training.md",
+        "was {:.2f} GB for delayed and current, {:.2f} for rowwise, {:.2f} for blockwise and {:.2f} for bf16",
+        lambda: _layers(2, "delayed", "rowwise", "blockwise", "bf16, optimised", field="peak_gb"),
+    ),
+    Said(
+        f"{GUIDES}/generation.md",
+        "generates {:.0f} tokens a second on an H200 with one graph a token, {:.0f} with transformers' compiled static "
+        "cache and {:.0f} with its eager loop",
+        lambda: [_generated("graphs"), _generated("compile + graphs"), _generated("eager")],
+    ),
+    Said(f"{GUIDES}/hardware.md", "off by {:.1f} to {:.1f} % of the measured peak, {:.1f} % in the median", _estimates),
+    Said(
+        f"{GUIDES}/hardware.md",
+        "got {} on an H200, {:.2f} of the best rate",
+        lambda: [_at("sm90/whole-models", "batches", 0, field) for field in ("chosen", "share_of_best")],
+    ),
+    Said(
+        f"{GUIDES}/long-context.md",
+        "{:.2f}, {:.2f} and {:.2f} times that of one call, and {:.2f}, {:.2f} and {:.2f} times if",
+        lambda: [*_shards("tilesmith"), *_shards("rounding")],
+    ),
+    Said(f"{GUIDES}/memory.md", "takes {:.1f} GB, and {:.1f} GB once", lambda: [_peak("pytorch"), _peak("tilesmith")]),
+    Said(
+        f"{GUIDES}/memory.md",
+        "{:.2f} GB predicted, {:.2f} GB used; a step took {:.1f} s, {:.0f} % of it in attention",
+        _long_step,
+    ),
+    Said(
+        f"{GUIDES}/memory.md",
+        "the plan predicts {:.1f} GB, and that {:,} tokens would fit",
+        lambda: [_whole_plan()["predicted_peak"] / 1e9, _whole_plan()["longest"]],
+    ),
+    Said(f"{GUIDES}/memory.md", "is about {:.0f} minutes", lambda: [16 * _long_step()[2] / 60]),
+    Said(
+        f"{GUIDES}/sparse-attention.md",
+        "the attention takes {:.0f} µs and the kernels that choose blocks {:.0f}, where cuDNN's dense causal attention "
+        "takes {:,.0f}",
+        lambda: [*_chosen()[:2], round(_chosen()[2], -1)],
+    ),
+    Said(
+        f"{GUIDES}/sparse-attention.md",
+        "the blocks held {:.0f} % of the attention, random ones {:.0f} %",
+        lambda: _held("16 queries, 128 keys", "random"),
+    ),
+    Said(f"{GUIDES}/sparse-attention.md", "copied {:.1f} % of the bytes", lambda: _quality("learned")[:1]),
+    Said(f"{GUIDES}/sparse-attention.md", "loss was {:.1f} % above dense", lambda: _quality("learned")[1:]),
+    Said(f"{GUIDES}/sparse-attention.md", "copied {:.0f} % (loss +{:.1f} %)", lambda: _quality("dynamic")),
+    Said(f"{GUIDES}/sparse-attention.md", "a window {:.0f} % (+{:.1f} %)", lambda: _quality("window")),
+    Said(
+        f"{GUIDES}/sparse-attention.md",
+        "takes {:.1f} ms, forward and backward, where cuDNN's dense attention takes {:.0f}; the kernels of its "
+        "indexer and of their loss take {:.1f} ms",
+        _learned,
+    ),
+    Said(
+        f"{GUIDES}/torch-compile.md",
+        "takes {:.1f} ms with `optimize`, and {:.1f} ms with `torch.compile` on top of it",
+        lambda: [_ms("tilesmith"), _ms("tilesmith+compile")],
+    ),
+    *(
+        Said(f"{GUIDES}/trl.md", f"| {name} | {{:.0f}} ms | {{:.0f}} ms | {{:.1f}} GB |", lambda v=variant: _trl_row(v))
+        for name, variant in (
+            ("TRL 1.16", "trl"), ("TRL with Liger 0.8.5's layers", "liger"), ("TRL on an optimised model", "optimized")
+        )
+    ),
+    Said("CHANGELOG.md", "Gemma 4 E4B at 840 tokens takes {:.1f} µs for {:.1f} on an H200", _small_tiles),
+]  # fmt: skip
+
+
+def _over(pair: list[float]) -> float:
+    return pair[0] / pair[1]
+
+
+def _whole_plan() -> dict:
+    return _at("sm90/long-step", "rows", "2x393216-e4m3", "whole")
+
+
+NOT_MEASURED = {
+    "README.md": ["at most 2 × (the error", "24 times for each draw"],
+    BENCH: ["within 2 % of it"],
+    f"{GUIDES}/adaptive-precision.md": ["| 95 % interval |"],
+    f"{GUIDES}/hardware.md": ["reaches 95 % of the throughput", "into 90 % of the free memory"],
+    f"{GUIDES}/long-context.md": [
+        "A test on a CPU allows 2 %.",
+        "costs more than 15 % of a pass",
+        "as cost at most 5 %.",
+        "| heads | tokens of a rank | … | 12 %, 5 % | The unit",
+    ],
+    f"{GUIDES}/memory.md": ["about 2.6 % RMS", "16 times the two layers' time"],
+    f"{GUIDES}/sparse-attention.md": [
+        "3,840 tokens at 90 %.",
+        "hold 90 % of its estimate",
+        "on one H200 at 90 %,",
+        "In the lookup task of … in 98 to 100 % by LEARNED",
+        "its quality at 90 % without",
+        "with 90 % of the blocks left out",
+        "50 steps with 90 % left out",
+    ],
+}
+"""Stretches with other figures: rules, limits, predictions, counts of a test or log; … is what stands between."""
+
+WITHOUT_ROWS = {
+    "docs/tuning.md": "`benchmarks/results` has no rows of",
+    "docs/gluon-releases.md": "`benchmarks/results` has no rows of",
+    "docs/context-parallel-model.md": "Not measured.",
+}
+"""Pages whose figures have no rows, and the words in which they say so."""
+
+
+def _whole(page: str) -> str:
+    """A page without fenced code and measured tables, in one line."""
+    return " ".join(BLOCKS.sub("", (ROOT / page).read_text(encoding="utf-8")).split())
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: f"{Path(said.page).stem}-{said.words[:40]}")
+def test_a_figure_is_that_of_the_results(said):
+    words = said.words.format(*said.figures())
+    assert words in _whole(said.page), f"{said.page} should say: {words}"
+
+
+PAGES = [page for folder in ("docs", GUIDES) for page in sorted((ROOT / folder).glob("*.md")) if page.stem != "seeds"]
+PROSE = ["README.md", "CHANGELOG.md", BENCH, *(page.relative_to(ROOT).as_posix() for page in PAGES)]
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_no_figure_stands_without_a_row(page):
+    """Each number with a unit is one of SAID, or is known to be no measurement.
+
+    docs/log and docs/adr are records of their time, and docs/seeds.py takes the figures of its page from the results.
+    """
+    text = _whole(page)
+    if page in WITHOUT_ROWS:
+        assert WITHOUT_ROWS[page] in text
+        return
+    known = [said.words.format(*said.figures()) for said in SAID if said.page == page] + NOT_MEASURED.get(page, [])
+    spans = []
+    for words in known:
+        found = [match.span() for match in re.finditer(re.escape(words).replace("…", ".*?"), text)]
+        assert found, f"{page} no longer says: {words}"
+        spans += found
+    spans += [match.span() for match in re.finditer(r"`[^`]*`", text)]
+    found = [
+        text[max(0, match.start() - 50) : match.end() + 20]
+        for match in UNIT.finditer(text)
+        if not any(start <= match.start() and match.end() <= end for start, end in spans)
+    ]
+    assert not found, f"{page}: add where they were measured to SAID, or why they are none to NOT_MEASURED: {found}"
+
+
+@pytest.mark.parametrize("page", ["README.md", BENCH])
+def test_tables_are_filled_from_the_results(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert tables.fill(text, RESULTS) == text, f"tilesmith bench --readme {page}"
+
+
+def test_a_figure_that_is_not_in_the_results_is_found():
+    assert [m[0] for m in UNIT.finditer("715 tokens/s, 1.4× as fast, 4 × 4096 tokens, in 21 GB, .5 %, torch 2.11")] == [
+        "715 tokens/s", "1.4×", "21 GB", ".5 %",
+    ]  # fmt: skip
+    with pytest.raises(LookupError, match="has 0 rows with"):
+        _at("sm90/model", "rows", {"provider": "nobody"})
