@@ -134,36 +134,46 @@ TILE = 1.5  # what a tile of keys costs beside its steps, in steps
 READ = 1.5  # what a step costs more that no other CTA shares, in steps: its queries come from memory, not from L2
 
 
+def part_sizes(group: int, parts: int) -> tuple[int, ...]:
+    """Query heads of each part of a group, as even as can be, the larger parts first (`backward_walk.first_head`)."""
+    least, more = divmod(group, parts)
+    return (least + 1,) * more + (least,) * (parts - more)
+
+
 @functools.lru_cache(maxsize=1024)
-def section_of(least: int, heads: int, steps: tuple[int, ...], ctas: int) -> int:
+def section_of(least: int, heads: int, steps: tuple[int, ...], ctas: int, members: tuple[int, ...] = (1,)) -> int:
     """How many heads a backward works on together: the fewest of least, 2 · least, 4 · least, … or all heads whose
     predicted time is within 2 % of the shortest.
 
     Few heads at a time share what they stream in L2. But the longest tile of the last section starts late, and where a
     head has few more tiles than there are CTAs, nothing is left to fill the time in which it runs alone.
 
-    steps: of the tiles of a head, in the order in which they are taken (`numbered`). Measured on an H200, head dim 128
-    causal: 1 x 11000 tokens of 28/4 heads in sections of 2 for 1, 1.20 times; 2 x 6008, 24/8, 8 for 2, 1.08; 2 x 3000,
+    steps: of the tiles of a head, in the order in which they are taken (`numbered`), for each of its query heads.
+    members: how many of these one head after another has, over and over. Measured on an H200, head dim 128 causal: 1 x 11000 tokens of 28/4 heads in sections of 2 for 1, 1.20 times; 2 x 6008, 24/8, 8 for 2, 1.08; 2 x 3000,
     24/8, 16 for 5, 1.09; 9 x 1656, 12/2, 18 for 10, .93.
     """
-    if least >= heads or _evens_out(heads, steps, ctas):
+    if least >= heads or _evens_out(heads, steps, ctas, members):
         return min(least, heads)
-    times = _section_times(least, heads, steps, ctas)
+    times = _section_times(least, heads, steps, ctas, members)
     return next(section for section, time in times.items() if time <= NEAR * min(times.values()))
 
 
-def _evens_out(heads: int, steps: tuple[int, ...], ctas: int) -> bool:
+def _evens_out(heads: int, steps: tuple[int, ...], ctas: int, members: tuple[int, ...]) -> bool:
     """Whether no order of the tiles is longer than the shortest one by more than NEAR (list scheduling's bound)."""
-    return (max(steps) + TILE) * ctas <= (NEAR - 1) * heads * sum(steps)
+    longest, work = max(steps) * max(members), heads * sum(steps) * sum(members) / len(members)
+    return (longest + TILE) * ctas <= (NEAR - 1) * work
 
 
-def _section_times(least: int, heads: int, steps: tuple[int, ...], ctas: int) -> dict[int, float]:
+def _section_times(
+    least: int, heads: int, steps: tuple[int, ...], ctas: int, members: tuple[int, ...]
+) -> dict[int, float]:
     """The predicted time of sections of least, 2 · least, 4 · least, … heads, up to one that is as good as can be."""
-    even = heads * (sum(steps) + TILE * len(steps)) / ctas  # no schedule is shorter
+    work = sum(steps) * sum(members) / len(members)
+    even = heads * (work + TILE * len(steps)) / ctas  # no schedule is shorter
     times: dict[int, float] = {}
     section = least = min(least, heads)
     while not times or min(times.values()) > NEAR * even * _read_share(section, len(steps), ctas):
-        span = makespan(in_sections(steps, heads, section), ctas, TILE)
+        span = makespan(in_sections(steps, heads, section, members), ctas, TILE)
         times[section] = span * _read_share(section, len(steps), ctas)
         if section == heads:
             break
@@ -220,8 +230,8 @@ BALANCE = 140  # operations of a backward in the time in which the device's memo
 
 @functools.lru_cache(maxsize=1024)
 def group_parts_of(heads: int, group: int, steps: tuple[int, ...], ctas: int, traffic: float) -> int:
-    """Into how many parts the query heads that share keys are divided, each with tiles of keys of its own: the fewest
-    whose predicted time is within 2 % of the shortest.
+    """Into how many parts (`part_sizes`) the query heads that share keys are divided, each with tiles of keys of its
+    own: the fewest whose predicted time is within 2 % of the shortest.
 
     One tile for all of them walks each head's queries: with few kv heads there are few tiles, and the longest one runs
     alone at the end. But each part has a dk and a dv, which are written, read and added.
@@ -229,12 +239,12 @@ def group_parts_of(heads: int, group: int, steps: tuple[int, ...], ctas: int, tr
     heads: kv heads of all batch rows. group: query heads of one. steps: of a kv head's tiles, for each query head, in
     the order in which they are taken. traffic: what writing and reading one part's dk and dv takes all CTAs, in steps.
     """
-    if group == 1 or _evens_out(heads, tuple(n * group for n in steps), ctas):
+    if group == 1 or _evens_out(heads, steps, ctas, (group,)):
         return 1
     times = {}
-    for parts in (n for n in range(1, group + 1) if group % n == 0):
-        walks = tuple(n * group // parts for n in steps)
-        spans = _section_times(max(1, ctas // len(steps)), heads * parts, walks, ctas)
+    # of those whose largest part has the same size the fewest
+    for parts in sorted({cdiv(group, largest) for largest in range(1, group + 1)}):
+        spans = _section_times(max(1, ctas // len(steps)), heads * parts, steps, ctas, part_sizes(group, parts))
         times[parts] = min(spans.values()) + (0 if parts == 1 else LAUNCH + heads * parts * traffic)
     return next(parts for parts, time in times.items() if time <= NEAR * min(times.values()))
 
@@ -242,16 +252,18 @@ def group_parts_of(heads: int, group: int, steps: tuple[int, ...], ctas: int, tr
 @functools.lru_cache(maxsize=1024)
 def list_parts_of(heads: int, group: int, work: float, longest: float, ctas: int, traffic: float) -> int:
     """As `group_parts_of`, of block lists, of which only the number of entries is known when a call is planned: 1, 2, 4
-    or 8 parts.
+    or 8 parts, as even as can be.
 
     The time is that of the worst case of list scheduling: the longest tile, which one that every block of queries chose
     may be, begins when the CTAs have done all others.
 
     work: steps of all tiles of all heads. longest: steps that one tile may have. heads, traffic: see `group_parts_of`.
     """
-    choices = [n for n in (1, 2, 4, 8) if group % n == 0]
-    times = {n: work / ctas + longest / n + (0 if n == 1 else LAUNCH + heads * n * traffic) for n in choices}
-    return next(n for n, time in times.items() if time <= NEAR * min(times.values()))
+    times = {}
+    for parts in (n for n in (1, 2, 4, 8) if n <= group):
+        alone = longest * cdiv(group, parts) / group
+        times[parts] = work / ctas + alone + (0 if parts == 1 else LAUNCH + heads * parts * traffic)
+    return next(parts for parts, time in times.items() if time <= NEAR * min(times.values()))
 
 
 def list_tile(number: int, tiles: int, section: int, rows: int) -> tuple[int, int]:
@@ -268,12 +280,15 @@ def _read_share(section: int, tiles: int, ctas: int) -> float:
     return 1 + READ / min(tiles, max(1.0, ctas / section))
 
 
-def in_sections(steps: Sequence[int], heads: int, section: int) -> Iterable[int]:
-    """The steps of every tile in the order of `numbered`."""
+def in_sections(
+    steps: Sequence[float], heads: int, section: int, members: Sequence[int] = (1,)
+) -> Iterable[float]:
+    """The steps of every tile in the order of `numbered`. steps: of a head's tiles, for each of its query heads.
+    members: how many of these one head after another has, over and over."""
     for start in range(0, heads, section):
-        width = min(section, heads - start)
+        mine = [members[head % len(members)] for head in range(start, min(start + section, heads))]
         for size in steps:
-            yield from itertools.repeat(size, width)
+            yield from (size * many for many in mine)
 
 
 class KeyTile(NamedTuple):

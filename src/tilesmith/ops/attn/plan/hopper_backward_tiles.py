@@ -10,7 +10,15 @@ from tilesmith.ops.attn.plan.hopper_forward import CHUNK, TABLE_SPAN, Division, 
 from tilesmith.ops.attn.plan.model import Buffer, Step
 from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, rest_columns, window_of
 from tilesmith.ops.attn.plan.tables import ORDERED_L2, STREAM_K_L2, STREAM_K_STEPS_VJP
-from tilesmith.ops.attn.schedule import BALANCE, group_parts_of, key_steps, list_parts_of, section_of, stream_k_ctas
+from tilesmith.ops.attn.schedule import (
+    BALANCE,
+    group_parts_of,
+    key_steps,
+    list_parts_of,
+    part_sizes,
+    section_of,
+    stream_k_ctas,
+)
 
 BLOCK_N = 128  # keys of a tile of the main kernel
 
@@ -216,10 +224,10 @@ def tile_steps(s: Shape, b: Blocks) -> list[int]:
 def group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int:
     """Parts of a group of query heads that have tiles of their own."""
     masked = b.window.hides_right or s.lists > 0  # else stream-K divides tiles
-    if not masked or s.group % max(1, config.group_parts):
+    if not masked:
         return 1
     if config.group_parts:
-        return config.group_parts
+        return min(config.group_parts, s.group)
     if s.lists:
         return list_parts(s, arch, config)
     if not is_modelled(s, b):
@@ -228,14 +236,20 @@ def group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int:
     return group_parts_of(s.batch * s.kv_heads, s.group, tuple(tile_steps(s, b)), arch.sms, traffic)
 
 
-def order_of(s: Shape, b: Blocks, arch: Any) -> Order:
+def members_of(s: Shape, parts: int) -> tuple[int, ...]:
+    """Query heads of one kv head after another, over and over, where so many are parts of a group."""
+    return part_sizes(s.heads * parts // s.kv_heads, parts)
+
+
+def order_of(s: Shape, b: Blocks, arch: Any, parts: int) -> Order:
     """How the tiles of a call follow each other. s: with the parts of a group as kv heads."""
     left, right = b.window.hides_left, b.window.hides_right
     ordered = s.deterministic and not b.apart
     section = kv_heads_together(s, b.k_blocks, arch, ordered, right)
     modelled = is_modelled(s, b)
     if modelled:
-        section = section_of(section, s.batch * s.kv_heads, tuple(n * s.group for n in tile_steps(s, b)), arch.sms)
+        steps, members = tuple(tile_steps(s, b)), members_of(s, parts)
+        section = section_of(section, s.batch * s.kv_heads, steps, arch.sms, members)
     known = not (left or s.packed or s.lists)  # every tile's place follows from its number
     ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
     woven = s.group > 1 and right and b.block_m == 64 and known and not (s.deterministic or b.apart)
