@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -268,6 +269,7 @@ def test_a_group_is_divided_where_its_longest_tile_would_run_alone():
     assert parts(6, 16, steps, 132, 0.0) in (4, 8, 16) and parts(6, 1, steps, 132, 0.0) == 1
     assert parts(6, 16, steps, 132, 30.0) == 1, "where adding costs more than it spares"
     assert parts(2000, 16, steps, 132, 0.0) == 1, "where there are many tiles"
+    assert 1 < parts(2000, 64, steps, 132, 0.01, 3.0) < 64, "and whose tiles drift apart"
     assert any(7 % parts(heads, 7, steps, 132, 0.01) for heads in range(1, 60)), "a prime has uneven parts"
 
 
@@ -288,6 +290,17 @@ def test_a_prime_group_is_divided_as_its_neighbours_are():
         section = schedule.section_of(10, rows, tuple(keys), 132, members)
         times[parts] = schedule.makespan(schedule.in_sections(keys, rows, section, members), 132, schedule.TILE)
     assert min(times, key=times.__getitem__) == prime["GROUP_PARTS"]
+
+
+@pytest.mark.parametrize(("group", "measured"), [(8, 591 / 502), (4, 591 / 574)])
+def test_heads_one_after_another_leave_the_cache_as_was_measured(group, measured):
+    """2 x 4096 causal tokens of 64/8 and 32/8 heads of 128, TFLOP/s woven and not, on an H200 (60 MiB of L2)."""
+    steps = schedule.key_steps(4096, 4096, 64, 128, 0, 0, None, 0)
+    kept = 60 * 2**20 / (132 * 64 * 128 * 8)
+    share = partial(schedule.read_share, 4, steps, 132)
+    assert share((group,), kept) / share((group,)) == pytest.approx(measured, rel=0.04)
+    assert share((1,), kept) == share((1,)) == share((group,), 1e9)
+    assert share((group,), kept) <= share((2 * group,), kept) <= 1 + schedule.READ
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 71])

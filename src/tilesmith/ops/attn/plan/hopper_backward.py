@@ -24,6 +24,7 @@ from tilesmith.ops.attn.plan.hopper_backward_tiles import (
     Blocks,
     Order,
     blocks_of,
+    drifted,
     group_parts,
     is_narrow_vjp,
     members_of,
@@ -135,7 +136,7 @@ def _tiles_time(s: Shape, arch: Any, config: HopperVjpConfig, time: GradientTime
     s = s._replace(kv_heads=s.kv_heads * parts)
     order = order_of(s, b, arch, parts)
     division = order.division
-    heads, steps, members = s.batch * s.kv_heads, [n * time.step for n in tile_steps(s, b)], members_of(s, parts)
+    heads, members, steps = s.batch * s.kv_heads, members_of(s, parts), [n * time.step for n in tile_steps(s, b)]
     longest, least = max(members) * steps[0], min(members) * min(steps)
     launches = (parts > 1) + (division.ctas > 0)
     found = time.start + launches * time.launch
@@ -145,10 +146,12 @@ def _tiles_time(s: Shape, arch: Any, config: HopperVjpConfig, time: GradientTime
         return found + time.tile + cdiv(left, division.ctas) * time.step
     if not b.window.hides_right:
         return found + even_makespan(heads * b.k_blocks, longest, arch.sms, time.tile)
+    drift = drifted(s, b, arch, order.section, members)
     if heads * b.k_blocks > MANY * arch.sms:
-        work = s.rows * sum(steps) + heads * b.k_blocks * time.tile
+        work = drift * s.rows * sum(steps) + heads * b.k_blocks * time.tile
         return found + work / arch.sms + time.tile + least
-    return found + makespan(in_sections(steps, heads, order.section, members), arch.sms, time.tile)
+    order_steps = in_sections([n * drift for n in steps], heads, order.section, members)
+    return found + makespan(order_steps, arch.sms, time.tile)
 
 
 def _reasons(call: Call) -> tuple[str, ...]:
