@@ -349,6 +349,34 @@ def test_parts_of_groups_are_added(parts, begin, dims, needs_triton):
         assert not out[:, :, :begin].any()
 
 
+@pytest.mark.parametrize(("tokens", "consumers", "block_n"), [(800, 2, 64), (800, 3, 128), (2600, 4, 64), (64, 3, 128)])
+def test_tiles_under_a_causal_mask_are_counted_where_they_lie(tokens, consumers, block_n, monkeypatch, needs_triton):
+    from tilesmith.ops.attn.hopper import walk
+
+    monkeypatch.setattr(walk, "gl", SimpleNamespace(maximum=max))
+    block_m = 64 * consumers
+    blocks = -(-tokens // block_m)
+    whole = SimpleNamespace(
+        HEADS=1, RIGHT=True, LEFT=False, PACKED=False, LIST_K=0, BM=block_m, blocks=blocks, tokens=tokens
+    )
+    starts = [walk.Walk.placed.fn(whole, tile * block_m, 0, tokens)[0] for tile in range(blocks)]
+    assert (starts[0] == 0 and tokens - 64 < starts[-1] + block_m <= tokens + 63) or blocks == 1
+    wanted = [-(-min(start + block_m, tokens) // block_n) for start in starts]
+    assert schedule.placed_steps(tokens, tokens, block_m, block_n, 0) == wanted
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "us"),
+    [(14, 800, 71, 1, 301.0), (6, 944, 15, 5, 42.9), (5, 952, 9, 3, 26.6), (68, 344, 25, 25, 146.8)],
+)
+def test_forwards_take_what_was_predicted(batch, tokens, heads, kv_heads, us):
+    """Causal, head dim 64, tiles of 128 queries and 64 keys, as measured on an H200."""
+    plan = forward(Shape(batch, heads, kv_heads, tokens, tokens, 64, 64, 2, 2, causal=True, window_right=0))
+    told = next(reason for reason in plan.reasons if reason.startswith("predicted times"))
+    assert plan.tile == (128, 64)
+    assert float(told.split("128 x 64 ")[1].split(" ")[0]) == pytest.approx(us, rel=0.025)
+
+
 def test_every_tile_has_one_number():
     r = random.Random(2)
     for _ in range(300):

@@ -92,6 +92,17 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
     return found
 
 
+def placed_steps(tokens: int, keys: int, block_m: int, block_n: int, right: int) -> list[int]:
+    """`seen_steps` of tiles of a forward without a window under a causal mask: they end where the queries do,
+    to 64 (`Walk.placed`), so that the tile with fewer queries is one of the first."""
+    blocks, found = cdiv(tokens, block_m), []
+    behind = (blocks * block_m - tokens) // 64 * 64
+    for tile in range(blocks):
+        last = min(max(tile * block_m - behind, 0) + block_m, tokens) - 1
+        found.append(max(cdiv(min(keys, last + keys - tokens + right + 1), block_n), 1))
+    return found
+
+
 def window_steps(
     tokens: int, keys: int, block_m: int, block_n: int, left: int, right: int | None, consumers: int, stages: int
 ) -> list[int]:
