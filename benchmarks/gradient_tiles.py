@@ -82,7 +82,7 @@ def steps(fn: Callable[[], object], calls: int = 6) -> dict[str, float]:
         torch.cuda.synchronize()
     times: dict[str, float] = {}
     for event in found.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name] = times.get(event.name, 0.0) + event.device_time / calls
     return {name: round(us, 2) for name, us in times.items()}
 
@@ -106,7 +106,7 @@ class Gradients(Study):
         (21, 312, 32, 32, 80, 1), (8, 1024, 16, 16, 80, 0), (2, 2048, 32, 32, 80, 1), (2, 4096, 16, 16, 80, 1),
         (2, 4096, 32, 32, 96, 1), (4, 1024, 32, 32, 96, 1), (2, 2048, 16, 16, 96, 0),
         (17, 1656, 71, 1, 64, 1), (14, 800, 71, 1, 64, 1), (1, 11000, 28, 4, 128, 1), (1, 2000, 28, 4, 128, 1),
-        (2, 1500, 40, 8, 128, 1),
+        (2, 1500, 40, 8, 128, 1), (5, 416, 12, 12, 64, 0), (2, 504, 16, 16, 72, 0),
         (2, 336, 4, 1, 256, 1), (1, 640, 4, 1, 256, 1), (4, 1024, 4, 1, 256, 1), (2, 4096, 8, 8, 256, 1),
     )  # fmt: skip
 
