@@ -28,7 +28,9 @@ from tilesmith.ops.attn.plan.shape import shape_of
 
 
 def _parts(call: Call) -> Iterable[int]:
-    return sorted({1, call.heads // call.kv_heads})
+    """Parts of at most 1, 2, 4, … query heads, and all in one."""
+    group = call.heads // call.kv_heads
+    return sorted({1, *(-(-group // 2**n) for n in range(group.bit_length()))})
 
 
 class Tensors(NamedTuple):
@@ -80,7 +82,7 @@ def steps(fn: Callable[[], object], calls: int = 6) -> dict[str, float]:
         torch.cuda.synchronize()
     times: dict[str, float] = {}
     for event in found.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name] = times.get(event.name, 0.0) + event.device_time / calls
     return {name: round(us, 2) for name, us in times.items()}
 
@@ -103,6 +105,8 @@ class Gradients(Study):
         (1, 1696, 16, 16, 72, 0), (4, 1024, 16, 16, 72, 0), (32, 256, 16, 16, 72, 0),
         (21, 312, 32, 32, 80, 1), (8, 1024, 16, 16, 80, 0), (2, 2048, 32, 32, 80, 1), (2, 4096, 16, 16, 80, 1),
         (2, 4096, 32, 32, 96, 1), (4, 1024, 32, 32, 96, 1), (2, 2048, 16, 16, 96, 0),
+        (17, 1656, 71, 1, 64, 1), (14, 800, 71, 1, 64, 1), (1, 11000, 28, 4, 128, 1), (1, 2000, 28, 4, 128, 1),
+        (2, 1500, 40, 8, 128, 1), (5, 416, 12, 12, 64, 0), (2, 504, 16, 16, 72, 0),
         (2, 336, 4, 1, 256, 1), (1, 640, 4, 1, 256, 1), (4, 1024, 4, 1, 256, 1), (2, 4096, 8, 8, 256, 1),
     )  # fmt: skip
 
@@ -113,7 +117,10 @@ class Gradients(Study):
                 found |= {f"128, parts {n}": HopperVjpConfig(2, 128, group_parts=n) for n in _parts(call)}
             return found
         if call.dim <= 128:
-            return {"64": HopperVjpConfig(2, 64)}
+            found = {"64": HopperVjpConfig(2, 64)}
+            if call.kv_heads < call.heads:
+                found |= {f"64, parts {n}": HopperVjpConfig(2, 64, group_parts=n) for n in _parts(call)}
+            return found
         kinds = {"": 0, "overlap, ": 1}
         return {
             f"{kind}parts {parts}": HopperVjpConfig(2, 64, overlap, parts)

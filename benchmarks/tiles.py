@@ -212,7 +212,7 @@ class Study(ABC):
         """Exits with 1 where a value was wrong."""
         parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("out")
-        parser.add_argument("--only", default="", help="dim=64: shapes of that head dim, and no cases")
+        parser.add_argument("--only", default="", help="dim=64: shapes of that head dim, or heads=71, and no cases")
         parser.add_argument("--drawn", type=int, help="a seed, from which shapes are drawn in place of the script's")
         parser.add_argument("--count", type=int, default=10, help="of those that are drawn")
         parser.add_argument("--seconds", type=float, default=100.0)
@@ -225,7 +225,8 @@ class Study(ABC):
             return 0
         begun = time.monotonic()
         shapes = self.shapes if options.drawn is None else drawn(options.drawn, self.dims, options.count)
-        wanted = [c for c in shapes if not options.only or c.dim == int(options.only.removeprefix("dim="))]
+        field, _, value = options.only.partition("=")
+        wanted = [c for c in shapes if not field or getattr(c, field) == int(value)]
         if options.dry:
             for call in wanted:
                 for name, config in self.candidates(call).items():

@@ -11,6 +11,7 @@ from tilesmith import ops
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import triton_missing
+from tilesmith.ops.attn.cases.groups import UNEVEN_GROUPS
 from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
 from tilesmith.validate.cases import check_each
 
@@ -76,13 +77,28 @@ GROUPED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_groups_whose_parts_have_tiles_of_their_own(name):
+def _grouped():
+    """Groups of cases in parts that are alike, and, of three heads and more, in parts of which some have one fewer."""
+    for case in (case for case in cases("attention") if case.name in (*GROUPED, *UNEVEN_GROUPS)):
+        given = case.build(torch.device("meta"), torch.bfloat16, case.generator("cpu"))
+        group = given["q"].shape[1] // given["k"].shape[1]
+        if case.name in GROUPED:
+            yield case.name, f"group_parts={next(n for n in range(2, group + 1) if group % n == 0)}"
+        yield from ((case.name, f"group_parts={n}") for n in (2, 3, 7) if n < group and group % n)
+
+
+NARROW_BLOCKS = [
+    (name, f"group_parts={parts}:block_q={block}:stages={stages}")
+    for name in ("d64_group_of_7", "d64_group_of_71")
+    for parts in (0, 2, 3)
+    for block, stages in ((128, 2), (64, 3))
+]
+
+
+@pytest.mark.parametrize(("name", "config"), [*_grouped(), *NARROW_BLOCKS])
+def test_groups_whose_parts_have_tiles_of_their_own(name, config):
     op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
-    given = case.build(torch.device("meta"), torch.bfloat16, case.generator("cpu"))
-    group = given["q"].shape[1] // given["k"].shape[1]
-    parts = next(n for n in range(2, group + 1) if group % n == 0)
-    pins = {"attention": "hopper", "attention_vjp": f"hopper:group_parts={parts}"}
+    pins = {"attention": "hopper", "attention_vjp": f"hopper:{config}"}
     result = next(check_each(op, ("hopper",), case, "cuda", torch.bfloat16, pinned=pins))
     assert result.passed and not result.message, result.message
 

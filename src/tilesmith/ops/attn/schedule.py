@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -92,6 +92,17 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
     return found
 
 
+def placed_steps(tokens: int, keys: int, block_m: int, block_n: int, right: int) -> list[int]:
+    """`seen_steps` of tiles of a forward without a window under a causal mask: they end where the queries do,
+    to 64 (`Walk.placed`), so that the tile with fewer queries is one of the first."""
+    blocks, found = cdiv(tokens, block_m), []
+    behind = (blocks * block_m - tokens) // 64 * 64
+    for tile in range(blocks):
+        last = min(max(tile * block_m - behind, 0) + block_m, tokens) - 1
+        found.append(max(cdiv(min(keys, last + keys - tokens + right + 1), block_n), 1))
+    return found
+
+
 def window_steps(
     tokens: int, keys: int, block_m: int, block_n: int, left: int, right: int | None, consumers: int, stages: int
 ) -> list[int]:
@@ -134,37 +145,53 @@ TILE = 1.5  # what a tile of keys costs beside its steps, in steps
 READ = 1.5  # what a step costs more that no other CTA shares, in steps: its queries come from memory, not from L2
 
 
+def part_sizes(group: int, parts: int) -> tuple[int, ...]:
+    """Query heads of each part of a group, as even as can be, the larger parts first (`backward_walk.first_head`)."""
+    least, more = divmod(group, parts)
+    return (least + 1,) * more + (least,) * (parts - more)
+
+
 @functools.lru_cache(maxsize=1024)
-def section_of(least: int, heads: int, steps: tuple[int, ...], ctas: int) -> int:
+def section_of(
+    least: int, heads: int, steps: tuple[int, ...], ctas: int, members: tuple[int, ...] = (1,), kept: float = math.inf
+) -> int:
     """How many heads a backward works on together: the fewest of least, 2 · least, 4 · least, … or all heads whose
     predicted time is within 2 % of the shortest.
 
     Few heads at a time share what they stream in L2. But the longest tile of the last section starts late, and where a
     head has few more tiles than there are CTAs, nothing is left to fill the time in which it runs alone.
 
-    steps: of the tiles of a head, in the order in which they are taken (`numbered`). Measured on an H200, head dim 128
-    causal: 1 x 11000 tokens of 28/4 heads in sections of 2 for 1, 1.20 times; 2 x 6008, 24/8, 8 for 2, 1.08; 2 x 3000,
-    24/8, 16 for 5, 1.09; 9 x 1656, 12/2, 18 for 10, .93.
+    steps: of the tiles of a head, in the order in which they are taken (`numbered`), for each of its query heads.
+    members: how many of these one head after another has, over and over. kept: see `read_share`. Measured on an H200,
+    head dim 128 causal: 1 x 11000 tokens of 28/4 heads in sections of 2 for 1, 1.20 times; 2 x 6008, 24/8, 8 for 2,
+    1.08; 2 x 3000, 24/8, 16 for 5, 1.09; 9 x 1656, 12/2, 18 for 10, .93.
     """
-    if least >= heads or _evens_out(heads, steps, ctas):
+    if least >= heads or _evens_out(heads, steps, ctas, members):
         return min(least, heads)
-    times = _section_times(least, heads, steps, ctas)
+    times = _section_times(least, heads, steps, ctas, members, kept)
     return next(section for section, time in times.items() if time <= NEAR * min(times.values()))
 
 
-def _evens_out(heads: int, steps: tuple[int, ...], ctas: int) -> bool:
+def _evens_out(heads: int, steps: tuple[int, ...], ctas: int, members: tuple[int, ...]) -> bool:
     """Whether no order of the tiles is longer than the shortest one by more than NEAR (list scheduling's bound)."""
-    return (max(steps) + TILE) * ctas <= (NEAR - 1) * heads * sum(steps)
+    longest, work = max(steps) * max(members), heads * sum(steps) * sum(members) / len(members)
+    return (longest + TILE) * ctas <= (NEAR - 1) * work
 
 
-def _section_times(least: int, heads: int, steps: tuple[int, ...], ctas: int) -> dict[int, float]:
+def _section_times(
+    least: int, heads: int, steps: tuple[int, ...], ctas: int, members: tuple[int, ...], kept: float
+) -> dict[int, float]:
     """The predicted time of sections of least, 2 · least, 4 · least, … heads, up to one that is as good as can be."""
-    even = heads * (sum(steps) + TILE * len(steps)) / ctas  # no schedule is shorter
+    share = functools.partial(read_share, steps=steps, ctas=ctas, members=members, kept=kept)
+    work = sum(steps) * sum(members) / len(members)
+    even = heads * (work + TILE * len(steps)) / ctas  # no schedule is shorter
     times: dict[int, float] = {}
     section = least = min(least, heads)
-    while not times or min(times.values()) > NEAR * even * _read_share(section, len(steps), ctas):
-        span = makespan(in_sections(steps, heads, section), ctas, TILE)
-        times[section] = span * _read_share(section, len(steps), ctas)
+    if _evens_out(heads, steps, ctas, members):
+        return {section: even * share(section)}
+    while not times or min(times.values()) > NEAR * even * share(section):
+        span = makespan(in_sections(steps, heads, section, members), ctas, TILE)
+        times[section] = span * share(section)
         if section == heads:
             break
         section = min(2 * section, heads)
@@ -219,39 +246,51 @@ BALANCE = 140  # operations of a backward in the time in which the device's memo
 
 
 @functools.lru_cache(maxsize=1024)
-def group_parts_of(heads: int, group: int, steps: tuple[int, ...], ctas: int, traffic: float) -> int:
-    """Into how many parts the query heads that share keys are divided, each with tiles of keys of its own: the fewest
-    whose predicted time is within 2 % of the shortest.
+def group_parts_of(
+    heads: int, group: int, steps: tuple[int, ...], ctas: int, traffic: float, kept: float = math.inf
+) -> int:
+    """Into how many parts (`part_sizes`) the query heads that share keys are divided, each with tiles of keys of its
+    own: the fewest whose predicted time is within 2 % of the shortest.
 
     One tile for all of them walks each head's queries: with few kv heads there are few tiles, and the longest one runs
-    alone at the end. But each part has a dk and a dv, which are written, read and added.
+    alone at the end; and tiles that walk many heads one after another drift apart (`read_share`). But each part has a
+    dk and a dv, which are written, read and added.
 
     heads: kv heads of all batch rows. group: query heads of one. steps: of a kv head's tiles, for each query head, in
     the order in which they are taken. traffic: what writing and reading one part's dk and dv takes all CTAs, in steps.
+    kept: see `read_share`.
     """
-    if group == 1 or _evens_out(heads, tuple(n * group for n in steps), ctas):
-        return 1
-    times = {}
-    for parts in (n for n in range(1, group + 1) if group % n == 0):
-        walks = tuple(n * group // parts for n in steps)
-        spans = _section_times(max(1, ctas // len(steps)), heads * parts, walks, ctas)
-        times[parts] = min(spans.values()) + (0 if parts == 1 else LAUNCH + heads * parts * traffic)
-    return next(parts for parts, time in times.items() if time <= NEAR * min(times.values()))
+    share = read_share(1, steps, ctas)
+    times: dict[int, float] = {}
+    found = 1
+    # of those whose largest part has the same size the fewest
+    for parts in sorted({cdiv(group, largest) for largest in range(1, group + 1)}):
+        added = 0 if parts == 1 else LAUNCH + heads * parts * traffic
+        even = heads * (group * sum(steps) + TILE * len(steps) * parts) / ctas * share + added
+        if times and times[found] <= NEAR * even:  # neither these parts nor more take less
+            break
+        section, members = max(1, ctas // len(steps)), part_sizes(group, parts)
+        spans = _section_times(section, heads * parts, steps, ctas, members, kept)
+        times[parts] = min(spans.values()) + added
+        found = next(n for n, time in times.items() if time <= NEAR * min(times.values()))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
 def list_parts_of(heads: int, group: int, work: float, longest: float, ctas: int, traffic: float) -> int:
     """As `group_parts_of`, of block lists, of which only the number of entries is known when a call is planned: 1, 2, 4
-    or 8 parts.
+    or 8 parts, as even as can be.
 
     The time is that of the worst case of list scheduling: the longest tile, which one that every block of queries chose
     may be, begins when the CTAs have done all others.
 
     work: steps of all tiles of all heads. longest: steps that one tile may have. heads, traffic: see `group_parts_of`.
     """
-    choices = [n for n in (1, 2, 4, 8) if group % n == 0]
-    times = {n: work / ctas + longest / n + (0 if n == 1 else LAUNCH + heads * n * traffic) for n in choices}
-    return next(n for n, time in times.items() if time <= NEAR * min(times.values()))
+    times = {}
+    for parts in (n for n in (1, 2, 4, 8) if n <= group):
+        alone = longest * cdiv(group, parts) / group
+        times[parts] = work / ctas + alone + (0 if parts == 1 else LAUNCH + heads * parts * traffic)
+    return next(parts for parts, time in times.items() if time <= NEAR * min(times.values()))
 
 
 def list_tile(number: int, tiles: int, section: int, rows: int) -> tuple[int, int]:
@@ -263,17 +302,35 @@ def list_tile(number: int, tiles: int, section: int, rows: int) -> tuple[int, in
     return tile + 1, head
 
 
-def _read_share(section: int, tiles: int, ctas: int) -> float:
-    """The time of a step beside that of one whose reads from memory all CTAs share: those that work on one head do."""
-    return 1 + READ / min(tiles, max(1.0, ctas / section))
+def read_share(
+    section: int, steps: Sequence[int], ctas: int, members: Sequence[int] = (1,), kept: float = math.inf
+) -> float:
+    """The time of a step beside that of one whose reads from memory all CTAs share: those that work on one head do,
+    while they meet its queries at about the same time.
+
+    Tiles that walk the query heads of a group one after another start together, and those whose steps a head differ by
+    `apart` are j · apart steps apart at head j. The L2 cache holds what all CTAs load in `kept` steps if none shares,
+    in x · kept if x do; so at head j as many share as are that near: x = 1 + x · kept / (j · apart).
+
+    steps, members: as of `section_of`. kept: infinite where tiles meet a block of queries of all heads before the next
+    block (WOVEN). Measured on an H200, head dim 128, 2 x 4096 causal tokens, times of such walks: 64/8 heads 1.18,
+    32/8 1.03; predicted 1.20 and 1.00.
+    """
+    alone = 1 / min(len(steps), max(1.0, ctas / section))
+    apart = (max(steps) - min(steps)) / max(len(steps) - 1, 1)
+    heads = max(members)
+    if apart == 0:
+        return 1 + READ * alone
+    return 1 + READ * sum(max(alone, 1 - kept / (j * apart)) if j else alone for j in range(heads)) / heads
 
 
-def in_sections(steps: Sequence[int], heads: int, section: int) -> Iterable[int]:
-    """The steps of every tile in the order of `numbered`."""
+def in_sections(steps: Sequence[float], heads: int, section: int, members: Sequence[int] = (1,)) -> Iterable[float]:
+    """The steps of every tile in the order of `numbered`. steps: of a head's tiles, for each of its query heads.
+    members: how many of these one head after another has, over and over."""
     for start in range(0, heads, section):
-        width = min(section, heads - start)
+        mine = [members[head % len(members)] for head in range(start, min(start + section, heads))]
         for size in steps:
-            yield from itertools.repeat(size, width)
+            yield from (size * many for many in mine)
 
 
 class KeyTile(NamedTuple):

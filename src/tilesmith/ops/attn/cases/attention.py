@@ -14,6 +14,7 @@ from tilesmith.engine import Case, T
 from tilesmith.engine.case import GPU, SMALL, TEST, Init, far_heads, tokens_first
 from tilesmith.ops.attn.cases import decode as decode_cases
 from tilesmith.ops.attn.cases import fp8 as fp8_cases
+from tilesmith.ops.attn.cases.groups import UNEVEN_GROUPS
 from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
 
 BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
@@ -421,7 +422,7 @@ ATTENTION = [
     Case("fp32_tiles", attend(1, 4, 2, 260, 300, 128, causal=True), GPU, (torch.float32,)),
     Case("window_tiles", attend(1, 4, 2, 1500, 1500, 64, causal=True, window_left=200, sinks=True), GPU, HALF),
     *(Case(name, attend(*sizes, init=tokens_first, **options), GPU, HALF)
-      for name, (sizes, options) in WINDOW_PACKED.items()),
+      for name, (sizes, options) in (WINDOW_PACKED | UNEVEN_GROUPS).items()),
     Case("packed_tiles", attend(
         1, 8, 2, 2000, 2000, 128, init=tokens_first, causal=True, cu_seqlens_q=(700, 3, 0, 900, 140, 200),
         cu_seqlens_k=(700, 3, 0, 900, 140, 200)), GPU, HALF),

@@ -74,12 +74,15 @@ from tilesmith.ops.attn.hopper.backward_walk import (
     KeyWalk,
     announce,
     around,
+    first_head,
     kv_head_of,
     listed,
     load_pair,
+    members_of,
     ring_turn,
     stream_k_run,
     woven,
+    woven_step,
 )
 from tilesmith.ops.attn.hopper.dropout import dropped_queries, kept_queries, load_dropout
 from tilesmith.ops.attn.hopper.softmax import tanh
@@ -91,7 +94,7 @@ from tilesmith.ops.attn.hopper.walk import next_tile, tile_queue
 def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP: gl.constexpr,
          ORDERED: gl.constexpr, k_blocks, STREAM_K: gl.constexpr, WOVEN: gl.constexpr,
          ROWS: gl.constexpr, LIST_Q: gl.constexpr, BQ: gl.constexpr, RING: gl.constexpr, rows,
-         REST: gl.constexpr, dq_rest_desc):  # fmt: skip
+         REST: gl.constexpr, dq_rest_desc, GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr):  # fmt: skip
     """Add what the consumers park in a box, every other block's dq, to the block's part of dq: once there is what the
     first to come has stored (STORED stands at turns_ptr then), or ORDERED what the tile of keys behind this one adds
     (its first key + 1 stands there; where tiles come from the first keys on, how many keys from its first to the last
@@ -109,15 +112,16 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
         place = queue.read(turn, PLACE)
         met = queue.read(turn, MET)
         met_end = queue.read(turn, MET_END)
+        members = members_of(queue.read(turn, KV_HEAD), GROUP, GROUP_PARTS, GROUP_SHORT)
         queue.consumer_release(turn)
-        for member in range(1 if STREAM_K or WOVEN else GROUP):
+        for member in range(1 if STREAM_K or WOVEN else members):
             entry = met + member * met_end
             if LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
-            for i in range(blocks * GROUP if WOVEN else blocks):
+            for i in range(blocks * members if WOVEN else blocks):
                 if (count & 1) == BOX:
                     if WOVEN:
-                        block, head = woven(i, blocks, met > 0, GROUP)
+                        block, head = woven(i, blocks, met > 0, members, GROUP, GROUP_SHORT)
                         block += head * q_blocks
                     else:
                         block = i if STREAM_K else listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ)
@@ -176,7 +180,7 @@ def _next_tile(counter, tiles, ORDERED: gl.constexpr):
 @gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
              whole_tiles, stream_k_ctas, STREAM_K: gl.constexpr, LATE_DQ: gl.constexpr, DROPS: gl.constexpr,
-             RING: gl.constexpr, GROUP_PARTS: gl.constexpr):  # fmt: skip
+             RING: gl.constexpr):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -209,7 +213,8 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
             met, met_end = walk.ahead(start)
         if STREAM_K:
             first, blocks = first_step, steps
-        head = kv_head * walk.GROUP
+        head = first_head(kv_head, walk.GROUP, walk.GROUP_PARTS, walk.GROUP_SHORT)
+        members = members_of(kv_head, walk.GROUP, walk.GROUP_PARTS, walk.GROUP_SHORT)
         if walk.LIST_Q > 0:
             first, blocks = walk.q_begin, walk.q_begin + 1  # its edge is that of the first query
             met, met_end = walk.entry(q_place, head, start)
@@ -224,7 +229,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         if DROPS and walk.PACKED:
             queue.write(turn, QUERIES_END, q_place)
         queue.producer_commit(turn)
-        k_corner = corner(k_place, kv_head_of(kv_head, GROUP_PARTS), start, walk.keys, walk.PACKED)
+        k_corner = corner(k_place, kv_head_of(kv_head, walk.GROUP_PARTS), start, walk.keys, walk.PACKED)
         next_number = numbers
         before_tile = count
         if walk.PACKED and blocks == 0:
@@ -235,14 +240,14 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
             load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
             if walk.DYNAMIC:
                 next_number = gl.to_tensor(-1)
-        for member in range(1 if STREAM_K or walk.WOVEN else walk.GROUP):
+        for member in range(1 if STREAM_K or walk.WOVEN else members):
             entry = met + member * met_end
             if walk.LIST_Q > 0:
                 blocks = gl.load(lists + entry + 2)
-            all_blocks = blocks * walk.GROUP if walk.WOVEN else blocks
+            all_blocks = blocks * members if walk.WOVEN else blocks
             for i in range(all_blocks):
                 if walk.WOVEN:
-                    block, member = woven(i, blocks, rises, walk.GROUP)
+                    block, member = woven(i, blocks, rises, members, walk.GROUP, walk.GROUP_SHORT)
                 else:
                     block = i if STREAM_K else listed(i, blocks, entry, lists, indices, walk.ORDERED, walk.LIST_Q, BQ)
                     if RING:
@@ -263,7 +268,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                     load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
                 if walk.DYNAMIC:
                     # neither so late that it is waited for, nor so early that another CTA would be free before
-                    if (STREAM_K or walk.WOVEN or member == walk.GROUP - 1) & (i == gl.maximum(all_blocks - 2, 0)):
+                    if (STREAM_K or walk.WOVEN or member == members - 1) & (i == gl.maximum(all_blocks - 2, 0)):
                         if STREAM_K:
                             if more == 0:
                                 next_number = _next_tile(counter, numbers, walk.ORDERED)
@@ -459,6 +464,7 @@ def _consume(
     WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, STREAM_K: gl.constexpr, stream_k_ptr,
     LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr, to, DIM: gl.constexpr, REST: gl.constexpr,
+    GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr,
 ):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -472,17 +478,19 @@ def _consume(
     queue.consumer_wait(turn)
     while queue.read(turn, START) >= 0:
         blocks = queue.read(turn, BLOCKS)
+        members = members_of(queue.read(turn, KV_HEAD), GROUP, GROUP_PARTS, GROUP_SHORT)
         if dropout is not None:
             tokens, keys, kv_heads, right = sizes
             key = queue.read(turn, START) + C * 64
             # of the group's first head the query that an edge stands for, as a row of the probabilities
-            first_row = queue.read(turn, KV_HEAD) * GROUP * tokens
+            first_row = first_head(queue.read(turn, KV_HEAD), GROUP, GROUP_PARTS, GROUP_SHORT) * tokens
             if PACKED:
                 key -= inside(0, 0, PACKED)  # behind the document's end
                 first_row += queue.read(turn, QUERIES_END) + key
                 key += queue.read(turn, KEYS_AT)
             else:
-                first_row += queue.read(turn, KEYS_AT) * kv_heads * GROUP * tokens + key - (keys - tokens)
+                heads = first_head(kv_heads, GROUP, GROUP_PARTS, GROUP_SHORT)
+                first_row += queue.read(turn, KEYS_AT) * heads * tokens + key - (keys - tokens)
             if RIGHT:
                 first_row -= right
         first_edge = queue.read(turn, EDGE) - C * 64
@@ -505,9 +513,9 @@ def _consume(
         step = BQ if ORDERED else -BQ
         if WOVEN:
             step = gl.where(queue.read(turn, RISES) > 0, BQ, -BQ)
-            blocks *= GROUP
-        HEADS: gl.constexpr = 1 if STREAM_K or WOVEN else GROUP
-        for member in range(HEADS):
+            blocks *= members
+        walks = 1 if STREAM_K or WOVEN else members
+        for member in range(walks):
             if LIST_Q > 0:
                 entry = queue.read(turn, ENTRY) + member * queue.read(turn, STEP)
                 blocks = gl.load(lists + entry + 2)
@@ -517,14 +525,17 @@ def _consume(
                     border = gl.where(limit < 64, blocks if ORDERED else 0, border)
             for part in gl.static_range(2 if PEEL else 1):
                 for i in range(border if part == 1 else 0, border if PEEL and part == 0 else blocks):
-                    edge = first_edge + (i // GROUP if WOVEN else i) * step
+                    block, head = i, member
+                    if WOVEN:
+                        block, head = woven_step(i, members, GROUP, GROUP_SHORT)
+                    edge = first_edge + block * step
                     if LIST_Q > 0 and RIGHT and (not PEEL or (part == 0) == ORDERED):
                         edge = gl.to_tensor(1 << 20)
                         if (i < crossed) if ORDERED else (i >= blocks - crossed):
                             edge = listed(i, blocks, entry, lists, indices, ORDERED, LIST_Q, BQ) * BQ + first_edge
                     dropping = drop
                     if dropout is not None:
-                        dropping = drop.at(first_row + (i % GROUP if WOVEN else member) * tokens + edge, key)
+                        dropping = drop.at(first_row + head * tokens + edge, key)
                     if REST > 0:
                         dk, dk_rest, dv, dv_rest = rest_block(
                             C, parts, count, dk, dk_rest, dv, dv_rest, count == begin, edge, window, limit, outer, ds,
@@ -537,7 +548,7 @@ def _consume(
                         )  # fmt: skip
                     else:
                         dk, dv = _block(
-                            C, parts, count, dk, dv, count == begin, i + member == blocks + HEADS - 2, edge, window,
+                            C, parts, count, dk, dv, count == begin, i + member == blocks + walks - 2, edge, window,
                             limit, inner, outer, ds, dq_desc, parking,
                             (part == 0) == ORDERED if PEEL else LEFT or RIGHT or TAIL,
                             LEFT, RIGHT, TAIL, BQ, D, STAGES, SOFTCAP, dropping,
@@ -590,7 +601,7 @@ def attention_dkv_kernel(
     ORDERED: gl.constexpr, WOVEN: gl.constexpr, RING: gl.constexpr, BQ: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
     DROPOUT_FORM: gl.constexpr = None, GROUP_PARTS: gl.constexpr = 1, dk_ptr=None, dv_ptr=None, dk_strides=None,
-    dv_strides=None, DIM: gl.constexpr = None, REST: gl.constexpr = 0, dq_rest_desc=None,
+    dv_strides=None, DIM: gl.constexpr = None, REST: gl.constexpr = 0, dq_rest_desc=None, GROUP_SHORT: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -604,10 +615,12 @@ def attention_dkv_kernel(
     nothing is masked, dropped or packed; then a block's dq has two parts (`ring_turn`). dropout: the seed tensor and
     the two of `dropout.kernel_numbers`, or None; then scale has the factor of what is kept in it, and delta its
     inverse. DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. GROUP_PARTS: a kv head is one of so many parts of a
-    group of query heads (`kv_head_of`); kv_heads, rows and GROUP are those of parts, and dk and dv have a head for
-    each. dk_ptr, dv_ptr, their strides, DIM: dk and dv in fp32 and their columns; then dk_desc and dv_desc are of k and
-    v, and only say how tiles lie in shared memory. REST: products have 64 and so many columns (`backward_rest`), 0: the
-    D columns of a tile; dq_rest_desc: of what dq is the sum of, for the columns behind the first 64."""
+    group of query heads (`kv_head_of`); kv_heads and rows are those of parts, and dk and dv have a head for each.
+    GROUP: query heads of a kv head; GROUP_SHORT: so many parts of each group, the last ones, have one fewer
+    (`first_head`). dk_ptr, dv_ptr, their strides, DIM: dk and dv in fp32 and their columns; then dk_desc and dv_desc
+    are of k and v, and only say how tiles lie in shared memory. REST: products have 64 and so many columns
+    (`backward_rest`), 0: the D columns of a tile; dq_rest_desc: of what dq is the sum of, for the columns behind the
+    first 64."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     STREAM_K: gl.constexpr = stream_k_ptr is not None
@@ -618,6 +631,7 @@ def attention_dkv_kernel(
     gl.static_assert(not WOVEN or (PLACED and RIGHT and not ORDERED and GROUP > 1 and BQ == 64))
     gl.static_assert(not (LIST_Q > 0 and (LEFT or PACKED or ORDERED or dropout is not None)))
     gl.static_assert(BQ == 64 or (BQ == 128 and D == 64))
+    gl.static_assert(GROUP_SHORT == 0 or not (STREAM_K or RING))
     # a softcap's scores and a dropout's bits have no registers beside dv's product
     LATE_DQ: gl.constexpr = D == 128 and not SOFTCAP and dropout is None
     gl.static_assert(REST == 0 or (LATE_DQ and dk_ptr is None))
@@ -625,7 +639,7 @@ def attention_dkv_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share, list_rows,
-        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, 128, D, STAGES, LIST_Q,
+        GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, 128, D, STAGES, LIST_Q, GROUP_PARTS, GROUP_SHORT,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = smem_tiles(STAGES, q_desc)
@@ -651,17 +665,20 @@ def attention_dkv_kernel(
         [
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST)),
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST, GROUP_PARTS,
+                        GROUP_SHORT)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
-                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST)),
+                        STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST, GROUP_PARTS,
+                        GROUP_SHORT)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING,
-                        GROUP_PARTS)),
+                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
-                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc)),
+                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc, GROUP_PARTS,
+                    GROUP_SHORT)),
             (_add, (1, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
-                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc)),
+                    k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc, GROUP_PARTS,
+                    GROUP_SHORT)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

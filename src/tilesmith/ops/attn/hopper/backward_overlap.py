@@ -15,7 +15,7 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.backward_block import apply_mask
-from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START
+from tilesmith.ops.attn.hopper.backward_walk import BLOCKS, EDGE, KEYS_AT, KV_HEAD, LIMIT, START, members_of
 from tilesmith.ops.attn.hopper.columns import add_products, rows_product, wait_products, write_tile
 from tilesmith.ops.attn.hopper.softmax import pack, tanh, unpack
 
@@ -70,7 +70,7 @@ def _give_p(p, swap, count, dtype: gl.constexpr):
 def _tile_dv(
     parts, swap, count, dv, dv_rest, blocks, last_edge, window, limit, inner, outer,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
-    V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, members,
 ):  # fmt: skip
     """dv of a tile of keys that meets at least one block."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
@@ -92,7 +92,7 @@ def _tile_dv(
     new, given = _make_p(score, row_lse, last_edge, window, limit, inner, outer, LEFT, RIGHT, TAIL, SOFTCAP)
     _give_p(given, swap, count, dtype)
     p = pack(new, dtype)
-    for j in range(1, blocks * GROUP):
+    for j in range(1, blocks * members):
         p_operand = unpack(p, dtype, P)
         before = count % STAGES
         before_phase = (count // STAGES) & 1
@@ -129,7 +129,7 @@ def overlapped_values(
     parts, swap, window, dv_desc, dv_rest_desc, room, rest_room, inner, outer,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
-    to, DIM: gl.constexpr,
+    to, DIM: gl.constexpr, GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr,
 ):  # fmt: skip
     """Scores, p and dv. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
@@ -140,6 +140,7 @@ def overlapped_values(
     queue.consumer_wait(turn)
     while queue.read(turn, START) >= 0:
         blocks = queue.read(turn, BLOCKS)
+        members = members_of(queue.read(turn, KV_HEAD), GROUP, GROUP_PARTS, GROUP_SHORT)
         # key c and query i of a block see each other where i + edge - window <= c <= i + edge and c < limit
         last_edge = queue.read(turn, EDGE)
         limit = queue.read(turn, LIMIT)
@@ -152,12 +153,12 @@ def overlapped_values(
             if blocks > 0:
                 dv, dv_rest, count = _tile_dv(
                     parts, swap, count, dv, dv_rest, blocks, last_edge, window, limit, inner, outer,
-                    LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP,
+                    LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP, members,
                 )  # fmt: skip
         else:
             dv, dv_rest, count = _tile_dv(
                 parts, swap, count, dv, dv_rest, blocks, last_edge, window, limit, inner, outer,
-                LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP,
+                LEFT, RIGHT, TAIL, D, REST, DV, V_REST, GROUP, STAGES, SOFTCAP, members,
             )  # fmt: skip
         place = queue.read(turn, KEYS_AT)
         kv_head = queue.read(turn, KV_HEAD)
@@ -185,7 +186,7 @@ def _make_ds(dp, row_delta, swap, count, SCORES: gl.constexpr):
 @gluon.jit
 def _tile_dk(
     parts, swap, count, dk, dk_rest, blocks, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
-    V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    V_REST: gl.constexpr, STAGES: gl.constexpr, members,
 ):  # fmt: skip
     """dk of a tile of keys that meets at least one block."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
@@ -205,7 +206,7 @@ def _tile_dk(
     row_delta = delta.index(s).load(gl.SliceLayout(0, SCORES))
     dp = wgmma_wait(0, deps=[dp_made])
     ds = pack(_make_ds(dp, row_delta, swap, count, SCORES), dtype)
-    for _ in range(1, blocks * GROUP):
+    for _ in range(1, blocks * members):
         ds_operand = unpack(ds, dtype, P)
         before = count % STAGES
         before_phase = (count // STAGES) & 1
@@ -237,6 +238,7 @@ def _tile_dk(
 def overlapped_keys(
     parts, swap, dk_desc, dk_rest_desc, room, rest_room, scale, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, to, DIM: gl.constexpr,
+    GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
@@ -247,6 +249,7 @@ def overlapped_keys(
     queue.consumer_wait(turn)
     while queue.read(turn, START) >= 0:
         blocks = queue.read(turn, BLOCKS)
+        members = members_of(queue.read(turn, KV_HEAD), GROUP, GROUP_PARTS, GROUP_SHORT)
         dk = gl.zeros([64, D], gl.float32, DKS)
         dk_rest = gl.to_tensor(0)
         if REST > 0:
@@ -255,10 +258,10 @@ def overlapped_keys(
         if PACKED:
             if blocks > 0:
                 dk, dk_rest, count = _tile_dk(
-                    parts, swap, count, dk, dk_rest, blocks, D, REST, DV, V_REST, GROUP, STAGES
+                    parts, swap, count, dk, dk_rest, blocks, D, REST, DV, V_REST, STAGES, members
                 )
         else:
-            dk, dk_rest, count = _tile_dk(parts, swap, count, dk, dk_rest, blocks, D, REST, DV, V_REST, GROUP, STAGES)
+            dk, dk_rest, count = _tile_dk(parts, swap, count, dk, dk_rest, blocks, D, REST, DV, V_REST, STAGES, members)
         place = queue.read(turn, KEYS_AT)
         kv_head = queue.read(turn, KV_HEAD)
         start = queue.read(turn, START)

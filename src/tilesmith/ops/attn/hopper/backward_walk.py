@@ -42,7 +42,8 @@ class KeyWalk:
     those of one document at a time. ORDERED: tiles come from the last keys on. WOVEN: a tile meets a block of queries
     of all heads of its group before the next block (`rises`). BQ, BK: queries of a block, keys of a tile. With block
     lists of LIST_Q queries, list_share heads have a list in common, and list_rows is how many tiles of keys the lists
-    of a batch row have, 0 if all have the same."""
+    of a batch row have, 0 if all have the same. GROUP, GROUP_PARTS, GROUP_SHORT: query heads of a kv head
+    (`first_head`)."""
 
     tokens: gl.tensor
     keys: gl.tensor
@@ -69,11 +70,14 @@ class KeyWalk:
     D: gl.constexpr
     STAGES: gl.constexpr
     LIST_Q: gl.constexpr
+    GROUP_PARTS: gl.constexpr
+    GROUP_SHORT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, list_share,
-        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, BK, D, STAGES, LIST_Q,
+        list_rows, GROUP, LEFT, RIGHT, DYNAMIC, PACKED, ORDERED, WOVEN, BQ, BK, D, STAGES, LIST_Q, GROUP_PARTS,
+        GROUP_SHORT,
     ):  # fmt: skip
         self.tokens, self.keys, self.kv_heads, self.q_begin, self.k_begin = tokens, keys, kv_heads, q_begin, k_begin
         self.q_blocks, self.k_blocks, self.rows, self.section = q_blocks, k_blocks, rows, section
@@ -83,6 +87,7 @@ class KeyWalk:
         self.ORDERED, self.WOVEN = gl.constexpr(ORDERED), gl.constexpr(WOVEN)
         self.BQ, self.BK = gl.constexpr(BQ), gl.constexpr(BK)
         self.D, self.STAGES, self.LIST_Q = gl.constexpr(D), gl.constexpr(STAGES), gl.constexpr(LIST_Q)
+        self.GROUP_PARTS, self.GROUP_SHORT = gl.constexpr(GROUP_PARTS), gl.constexpr(GROUP_SHORT)
 
     @gluon.jit
     def tile(self, number, table):
@@ -112,7 +117,7 @@ class KeyWalk:
             block = self.k_blocks - 1 - block
         batch = row // self.kv_heads
         kv_head = row - batch * self.kv_heads
-        place = row * self.GROUP * self.q_blocks
+        place = first_head(row, self.GROUP, self.GROUP_PARTS, self.GROUP_SHORT) * self.q_blocks
         found = (self.k_begin + block * self.BK, kv_head, batch, batch, place, self)
         if self.PACKED:
             entry = table + (block + 1) * 8
@@ -140,6 +145,7 @@ class KeyWalk:
             tokens, keys, self.kv_heads, q_begin, self.k_begin, q_blocks, self.k_blocks, self.rows, self.section,
             self.left, self.right, self.list_share, self.list_rows, self.GROUP, self.LEFT, self.RIGHT, self.DYNAMIC,
             self.PACKED, self.ORDERED, self.WOVEN, self.BQ, self.BK, self.D, self.STAGES, self.LIST_Q,
+            self.GROUP_PARTS, self.GROUP_SHORT,
         )  # fmt: skip
 
     @gluon.jit
@@ -219,10 +225,23 @@ def ring_turn(block, again, tile, tiles, blocks):
 
 
 @gluon.jit
-def woven(i, blocks, rises, GROUP: gl.constexpr):
+def woven_step(i, members, GROUP: gl.constexpr, GROUP_SHORT: gl.constexpr):
+    """Step i of a WOVEN walk: how many blocks of queries come before, each of `members` heads, and which of the heads.
+    members: as of `members_of`, so that it is divided by constants."""
+    block, member = i // GROUP, i % GROUP
+    if GROUP_SHORT > 0:
+        whole = members == GROUP
+        block = gl.where(whole, block, i // (GROUP - 1))
+        member = gl.where(whole, member, i % (GROUP - 1))
+    return block, member
+
+
+@gluon.jit
+def woven(i, blocks, rises, members, GROUP: gl.constexpr, GROUP_SHORT: gl.constexpr):
     """Step i of a WOVEN walk: the block of queries, counted from the first one that the tile meets, and which of the
     group's heads."""
-    return gl.where(rises, i // GROUP, blocks - 1 - i // GROUP), i % GROUP
+    block, member = woven_step(i, members, GROUP, GROUP_SHORT)
+    return gl.where(rises, block, blocks - 1 - block), member
 
 
 @gluon.jit
@@ -245,6 +264,27 @@ def kv_head_of(kv_head, GROUP_PARTS: gl.constexpr):
     if GROUP_PARTS > 1:
         kv_head = kv_head // GROUP_PARTS
     return kv_head
+
+
+@gluon.jit
+def first_head(kv_head, GROUP: gl.constexpr, GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr):
+    """The first query head of a kv head of a walk (`kv_head_of`), or of a row of them: how many lie before. Parts have
+    GROUP query heads, the last GROUP_SHORT parts of each group one fewer."""
+    head = kv_head * GROUP
+    if GROUP_SHORT > 0:
+        groups = kv_head // GROUP_PARTS
+        part = kv_head - groups * GROUP_PARTS
+        head -= groups * GROUP_SHORT + gl.maximum(part - (GROUP_PARTS - GROUP_SHORT), 0)
+    return head
+
+
+@gluon.jit
+def members_of(kv_head, GROUP: gl.constexpr, GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr):
+    """How many query heads a kv head of a walk has (`first_head`)."""
+    members = gl.to_tensor(GROUP)
+    if GROUP_SHORT > 0:
+        members = gl.where(kv_head % GROUP_PARTS < GROUP_PARTS - GROUP_SHORT, GROUP, GROUP - 1)
+    return members
 
 
 @gluon.jit

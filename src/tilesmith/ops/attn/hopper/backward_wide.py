@@ -31,7 +31,9 @@ from tilesmith.ops.attn.hopper.backward_walk import (
     START,
     KeyWalk,
     announce,
+    first_head,
     kv_head_of,
+    members_of,
 )
 from tilesmith.ops.attn.hopper.columns import load_tile, rest_room, room_for, rows_product, write_tile
 from tilesmith.ops.attn.hopper.softmax import tanh
@@ -52,7 +54,7 @@ def _load_pair(descs, there, tiles, full, empty, turn, REST: gl.constexpr, V_RES
 
 @gluon.jit
 def _produce(parts, whole, streamed, pair, lse_ptr, delta_ptr, counter, table, REST: gl.constexpr,
-             V_REST: gl.constexpr, GROUP_PARTS: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
+             V_REST: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
     q_desc, q_rest_desc, dout_desc, dout_rest_desc = streamed
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -67,14 +69,14 @@ def _produce(parts, whole, streamed, pair, lse_ptr, delta_ptr, counter, table, R
     while number < tiles:
         start, kv_head, k_place, q_place, place, walk = whole.tile(number, table)
         first, blocks = walk.span(start)
-        head = kv_head * walk.GROUP
+        head = first_head(kv_head, walk.GROUP, walk.GROUP_PARTS, walk.GROUP_SHORT)
         place += first
         announce(queue, turn, walk, start, k_place, kv_head, first, blocks, walk.rises(number))
         queue.producer_commit(turn)
-        k_corner = corner(k_place, kv_head_of(kv_head, GROUP_PARTS), start, walk.keys, walk.PACKED)
+        k_corner = corner(k_place, kv_head_of(kv_head, walk.GROUP_PARTS), start, walk.keys, walk.PACKED)
         if walk.PACKED and blocks == 0:
             _load_pair(pair, k_corner, kept, kv_full, kv_empty, turn, REST, V_REST, walk.PACKED)
-        for member in range(walk.GROUP):
+        for member in range(members_of(kv_head, walk.GROUP, walk.GROUP_PARTS, walk.GROUP_SHORT)):
             for i in range(blocks):
                 block = blocks - 1 - i
                 there = corner(q_place, head + member, walk.q_begin + (first + block) * 64, walk.tokens, walk.PACKED)
@@ -106,7 +108,7 @@ def _values(
     parts, swap, window, dv_desc, dv_rest_desc, room, rest_room, inner, outer,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
-    to, DIM: gl.constexpr,
+    to, DIM: gl.constexpr, GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr,
 ):  # fmt: skip
     """Scores, p and dv. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
@@ -135,7 +137,7 @@ def _values(
             dv_rest = gl.zeros([64, V_REST], gl.float32, DV_RESTS)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier_wait(kv_full.index(0), turn & 1)
-        for _ in range(GROUP):
+        for _ in range(members_of(queue.read(turn, KV_HEAD), GROUP, GROUP_PARTS, GROUP_SHORT)):
             for i in range(blocks):
                 s = count % STAGES
                 phase = (count // STAGES) & 1
@@ -189,6 +191,7 @@ def _values(
 def _keys(
     parts, swap, dk_desc, dk_rest_desc, room, rest_room, scale, D: gl.constexpr, REST: gl.constexpr, DV: gl.constexpr,
     V_REST: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, to, DIM: gl.constexpr,
+    GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk. to, DIM: as of `write_tile`."""
     queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full = parts
@@ -214,7 +217,7 @@ def _keys(
             dk_rest = gl.zeros([64, REST], gl.float32, DK_RESTS)
         zero = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier_wait(kv_full.index(1), turn & 1)
-        for _ in range(GROUP):
+        for _ in range(members_of(queue.read(turn, KV_HEAD), GROUP, GROUP_PARTS, GROUP_SHORT)):
             for i in range(blocks):
                 s = count % STAGES
                 phase = (count // STAGES) & 1
@@ -273,7 +276,7 @@ def attention_dkv_wide_kernel(
     V_REST: gl.constexpr = 0, GROUP_PARTS: gl.constexpr = 1, OVERLAP: gl.constexpr = False, q_rest_desc=None,
     k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None, dk_rest_desc=None, dv_rest_desc=None, dk_ptr=None,
     dv_ptr=None, dk_strides=None, dv_strides=None, DIM: gl.constexpr = None, VALUE_DIM: gl.constexpr = None,
-    CHAINED: gl.constexpr = False,
+    CHAINED: gl.constexpr = False, GROUP_SHORT: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of 64 keys of one kv head; the arguments are those of `attention_dkv_kernel`. D, REST: columns of a tile
     of queries and keys, and of its rest (`columns`); DV, V_REST: of values and dout. OVERLAP: the
@@ -285,7 +288,8 @@ def attention_dkv_wide_kernel(
         k_blocks = gl.load(table)
     walk = KeyWalk(
         tokens, keys, kv_heads, q_begin, k_begin, q_blocks, k_blocks, rows, section, left, right, gl.to_tensor(1),
-        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, 64, 64, D, STAGES, 0,
+        gl.to_tensor(0), GROUP, LEFT, RIGHT, DYNAMIC, PACKED, False, False, 64, 64, D, STAGES, 0, GROUP_PARTS,
+        GROUP_SHORT,
     )  # fmt: skip
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = smem_tiles(STAGES, q_desc)
@@ -331,14 +335,13 @@ def attention_dkv_wide_kernel(
         gl.static_assert(STAGES > 1)  # a block's queries are given back when the next ones are there
     gl.warp_specialize(
         [
-            (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST, GROUP_PARTS,
-                        CHAINED)),
+            (_produce, (parts, walk, streamed, pair, lse_ptr, delta_ptr, counter, table, REST, V_REST, CHAINED)),
             (overlapped_values if OVERLAP else _values,
              (parts, swap, window, dv_desc, dv_rest_desc, dv_room, dv_rest_room, inner, outer, LEFT, RIGHT, TAIL, D,
-              REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED, dv_to, VALUE_DIM)),
+              REST, DV, V_REST, GROUP, STAGES, SOFTCAP, PACKED, dv_to, VALUE_DIM, GROUP_PARTS, GROUP_SHORT)),
             (overlapped_keys if OVERLAP else _keys,
              (parts, swap, dk_desc, dk_rest_desc, dk_room, dk_rest_room, scale, D, REST, DV, V_REST, GROUP, STAGES,
-              PACKED, dk_to, DIM)),
+              PACKED, dk_to, DIM, GROUP_PARTS, GROUP_SHORT)),
         ],
         [4, 4],
         [240, 240],

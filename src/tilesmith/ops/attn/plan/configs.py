@@ -30,7 +30,7 @@ class HopperVjpConfig(NamedTuple):
     (`hopper.backward_bands`); up to head dim 64 0 for those of `tables.NARROW_GRADIENTS` of which a model of the
     schedule predicts the least time, with their stages where stages is 0. overlap: 1 where dk and dv have the consumers
     of `hopper.backward_overlap`. group_parts: parts of the query heads that share keys, each with tiles, dk and dv of
-    its own, which are added (`hopper.group_sum`): a divisor of their number; 0 for as many as a model of the schedule
+    its own, which are added (`hopper.group_sum`): at most their number; 0 for as many as a model of the schedule
     wants."""
 
     stages: int

@@ -24,8 +24,10 @@ from tilesmith.ops.attn.plan.hopper_backward_tiles import (
     Blocks,
     Order,
     blocks_of,
+    drifted,
     group_parts,
     is_narrow_vjp,
+    members_of,
     order_of,
     tile_steps,
 )
@@ -67,7 +69,7 @@ def hopper_backward(s: Shape, arch: Any, config: HopperVjpConfig) -> Plan:
     narrow, whole = is_narrow_vjp(s, b.window), s
     parts = 1 if narrow else group_parts(s, b, arch, config)
     s = s._replace(kv_heads=s.kv_heads * parts)  # each part of a group is a kv head with tiles of its own
-    order = order_of(s, b, arch)
+    order = order_of(s, b, arch, parts)
     call = Call(s, arch, config, b, order, narrow, parts, why)
     steps, scratch = [*b.tables.steps, rows_step(call)], [*b.tables.scratch, *scratch_of(call)]
     if call.narrow:
@@ -132,20 +134,24 @@ def _tiles_time(s: Shape, arch: Any, config: HopperVjpConfig, time: GradientTime
     b = blocks_of(s, config)
     parts = group_parts(s, b, arch, config)
     s = s._replace(kv_heads=s.kv_heads * parts)
-    order = order_of(s, b, arch)
+    order = order_of(s, b, arch, parts)
     division = order.division
-    heads, steps = s.batch * s.kv_heads, [n * s.group * time.step for n in tile_steps(s, b)]
+    heads, members, steps = s.batch * s.kv_heads, members_of(s, parts), [n * time.step for n in tile_steps(s, b)]
+    longest, least = max(members) * steps[0], min(members) * min(steps)
     launches = (parts > 1) + (division.ctas > 0)
     found = time.start + launches * time.launch
     if division.ctas:
         left = (heads * b.k_blocks - division.undivided) * b.q_blocks * s.group
-        found += even_makespan(division.undivided, steps[0], arch.sms, time.tile)
+        found += even_makespan(division.undivided, longest, arch.sms, time.tile)
         return found + time.tile + cdiv(left, division.ctas) * time.step
     if not b.window.hides_right:
-        return found + even_makespan(heads * b.k_blocks, steps[0], arch.sms, time.tile)
+        return found + even_makespan(heads * b.k_blocks, longest, arch.sms, time.tile)
+    drift = drifted(s, b, arch, order.section, members)
     if heads * b.k_blocks > MANY * arch.sms:
-        return found + heads * (sum(steps) + b.k_blocks * time.tile) / arch.sms + time.tile + min(steps)
-    return found + makespan(in_sections(steps, heads, order.section), arch.sms, time.tile)
+        work = drift * s.rows * sum(steps) + heads * b.k_blocks * time.tile
+        return found + work / arch.sms + time.tile + least
+    order_steps = in_sections([n * drift for n in steps], heads, order.section, members)
+    return found + makespan(order_steps, arch.sms, time.tile)
 
 
 def _reasons(call: Call) -> tuple[str, ...]:

@@ -98,6 +98,10 @@ class Call(NamedTuple):
         ctas = min(self.arch.sms, work)
         return ctas, ctas < work
 
+    def short_parts(self) -> int:
+        """Parts of a group that have a query head fewer than the others."""
+        return self.s.group * self.group_parts - self.s.heads * self.group_parts // self.s.kv_heads
+
     def sizes(self) -> dict[str, int]:
         s, b = self.s, self.b
         return {
@@ -113,6 +117,7 @@ class Call(NamedTuple):
             "TAIL": s.packed or (s.keys - b.k_begin) % b.block_n != 0, "DYNAMIC": self.ctas()[1], "D": b.wide,
             "SOFTCAP": s.softcap, "num_warps": 4,
             **({"GROUP_PARTS": self.group_parts} if self.group_parts > 1 else {}),
+            **({"GROUP_SHORT": self.short_parts()} if self.short_parts() else {}),
         }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from tilesmith.engine.launcher import cdiv
@@ -10,7 +11,16 @@ from tilesmith.ops.attn.plan.hopper_forward import CHUNK, TABLE_SPAN, Division, 
 from tilesmith.ops.attn.plan.model import Buffer, Step
 from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, rest_columns, window_of
 from tilesmith.ops.attn.plan.tables import ORDERED_L2, STREAM_K_L2, STREAM_K_STEPS_VJP
-from tilesmith.ops.attn.schedule import BALANCE, group_parts_of, key_steps, list_parts_of, section_of, stream_k_ctas
+from tilesmith.ops.attn.schedule import (
+    BALANCE,
+    group_parts_of,
+    key_steps,
+    list_parts_of,
+    part_sizes,
+    read_share,
+    section_of,
+    stream_k_ctas,
+)
 
 BLOCK_N = 128  # keys of a tile of the main kernel
 
@@ -213,32 +223,60 @@ def tile_steps(s: Shape, b: Blocks) -> list[int]:
     return key_steps(s.tokens, s.keys, b.block_m, b.block_n, b.q_begin, b.k_begin, *window)
 
 
+def is_woven(s: Shape, b: Blocks) -> bool:
+    """Whether tiles meet a block of queries of all heads of a group before the next block (`KeyWalk.rises`)."""
+    known = not (b.window.hides_left or s.packed or s.lists)  # every tile's place follows from its number
+    return b.window.hides_right and b.block_m == 64 and known and not (s.deterministic or b.apart)
+
+
+def kept_steps(s: Shape, b: Blocks, arch: Any) -> float:
+    """`kept` of `schedule.read_share`: for how many steps the L2 cache holds what all CTAs load; infinite where tiles
+    do not drift apart, or where the cache is not known."""
+    if is_woven(s, b) or not arch.l2:
+        return math.inf
+    step = b.block_m * (s.dim + s.value_dim) * s.q_bytes if b.apart else streamed(b.block_m, s.dim, 1)
+    return arch.l2 / (arch.sms * step)
+
+
+def drifted(s: Shape, b: Blocks, arch: Any, section: int, members: tuple[int, ...]) -> float:
+    """The time of a step beside that of one of tiles that do not drift apart, as those of few heads do not."""
+    steps = tile_steps(s, b)
+    together = read_share(section, steps, arch.sms)
+    return read_share(section, steps, arch.sms, members, kept_steps(s, b, arch)) / together
+
+
 def group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int:
     """Parts of a group of query heads that have tiles of their own."""
     masked = b.window.hides_right or s.lists > 0  # else stream-K divides tiles
-    if not masked or s.group % max(1, config.group_parts):
+    if not masked:
         return 1
     if config.group_parts:
-        return config.group_parts
+        return min(config.group_parts, s.group)
     if s.lists:
         return list_parts(s, arch, config)
     if not is_modelled(s, b):
         return 1
-    traffic = _part_traffic(s, b.block_m, b.block_n, arch)
-    return group_parts_of(s.batch * s.kv_heads, s.group, tuple(tile_steps(s, b)), arch.sms, traffic)
+    traffic, kept = _part_traffic(s, b.block_m, b.block_n, arch), kept_steps(s, b, arch)
+    return group_parts_of(s.batch * s.kv_heads, s.group, tuple(tile_steps(s, b)), arch.sms, traffic, kept)
 
 
-def order_of(s: Shape, b: Blocks, arch: Any) -> Order:
+def members_of(s: Shape, parts: int) -> tuple[int, ...]:
+    """Query heads of one kv head after another, over and over, where so many are parts of a group."""
+    return part_sizes(s.heads * parts // s.kv_heads, parts)
+
+
+def order_of(s: Shape, b: Blocks, arch: Any, parts: int) -> Order:
     """How the tiles of a call follow each other. s: with the parts of a group as kv heads."""
     left, right = b.window.hides_left, b.window.hides_right
     ordered = s.deterministic and not b.apart
     section = kv_heads_together(s, b.k_blocks, arch, ordered, right)
     modelled = is_modelled(s, b)
     if modelled:
-        section = section_of(section, s.batch * s.kv_heads, tuple(n * s.group for n in tile_steps(s, b)), arch.sms)
+        steps, members = tuple(tile_steps(s, b)), members_of(s, parts)
+        section = section_of(section, s.batch * s.kv_heads, steps, arch.sms, members, kept_steps(s, b, arch))
     known = not (left or s.packed or s.lists)  # every tile's place follows from its number
     ring = ordered and known and not (right or s.dropout) and rings(s, b.q_blocks, b.k_blocks, section, arch)
-    woven = s.group > 1 and right and b.block_m == 64 and known and not (s.deterministic or b.apart)
+    woven = s.group > 1 and is_woven(s, b)
     division = Division(b.k_blocks * s.batch * s.kv_heads, 0)
     if not b.apart and known and not (right or s.deterministic or s.dropout):
         division = divided_vjp(s, division.undivided, b.q_blocks * s.group, section, arch)

@@ -24,6 +24,7 @@ from tilesmith.ops.attn.schedule import (
     NEAR,
     TILE_HEADS,
     even_makespan,
+    placed_steps,
     run_of,
     seen_steps,
     stream_k_ctas,
@@ -172,6 +173,8 @@ def _predicted(s: Shape, config: HopperConfig, time: TileTime, window: Window, w
     tiles = len(steps) * s.rows
     division = _division(s, config, tiles, window, wide, arch)
     if not division.ctas:
+        if right is not None:
+            steps = placed_steps(s.tokens, s.keys, 64 * config.consumers, config.block_n, right)
         return tiles_time(steps, s.rows, arch.sms, time.start, tile, time.step)
     left, work = tiles - division.undivided, s.rows * sum(steps) - division.undivided * steps[0]
     parts = 1 if division.ctas % left == 0 else 2  # of tiles that a CTA has

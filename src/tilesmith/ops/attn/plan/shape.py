@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilesmith.device.dropout import parts_dropout_flags
-from tilesmith.engine.launcher import next_power_of_2
+from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.latent import begin_together, values_in_keys
 
@@ -68,8 +68,8 @@ class Shape(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads that share a kv head."""
-        return self.heads // self.kv_heads
+        """Query heads that share a kv head; where kv heads are parts of groups (`schedule.part_sizes`), at most."""
+        return cdiv(self.heads, self.kv_heads)
 
     @property
     def rows(self) -> int:

@@ -150,14 +150,14 @@ FORWARD_TILES = {
         HopperConfig(2, 64, 6, 2): TileTime(8.3, 1.0, 0.61, 0.1),
     },
     80: {
-        HopperConfig(2, 128, 3, 2, 3): TileTime(11.3, 1.4, 1.32),
-        HopperConfig(3, 64, 6): TileTime(7.4, 2.3, 0.95),
-        HopperConfig(2, 64, 5, 2): TileTime(9.5, 0.9, 0.79),
+        HopperConfig(2, 128, 3, 2, 3): TileTime(13.6, 0.8, 1.33, 0.7),
+        HopperConfig(3, 64, 6): TileTime(9.9, 1.6, 0.96, 0.9),
+        HopperConfig(2, 64, 5, 2): TileTime(10.6, 0.7, 0.79, 0.5),
     },
     96: {
-        HopperConfig(2, 128, 3, 2, 3): TileTime(11.3, 1.4, 1.40),
-        HopperConfig(3, 64, 6): TileTime(7.4, 2.3, 1.04),
-        HopperConfig(2, 64, 5, 2): TileTime(9.5, 0.9, 0.85),
+        HopperConfig(2, 128, 3, 2, 3): TileTime(13.6, 0.8, 1.38, 0.7),
+        HopperConfig(3, 64, 6): TileTime(9.9, 1.6, 1.05, 0.9),
+        HopperConfig(2, 64, 5, 2): TileTime(10.6, 0.7, 0.83, 0.5),
     },
     256: {
         HopperConfig(2, 64, 2): TileTime(7.0, 3.5, 1.35, 2.0),
@@ -168,10 +168,11 @@ FORWARD_TILES = {
 that are best in large calls first.
 
 64: times fitted to 63 measurements, 15 calls of 197 to 4,096 tokens that no table has, and 512 to 16k keys at 16,384
-tokens, with a root mean square error of 4, 4 and 3 %. What they choose is 1.3 % slower than the best of eight such
-tiles, 7.6 % at most. 80 and 96: four numbers a kind of tile, its step at either, fitted to 14 calls of 257 to 12,280
-tokens, with an error of 4, 3 and 2 %; what they choose is 0.7 % slower than the best of six, 3.8 % at most. 256: to 15
-and 5 calls, windows among them, with an error of 4 and 2 % (`docs/log/hopper-attention.md`)."""
+tokens; of those 15 calls they have a root mean square error of 4.6, 4.1 and 2.4 %. What they choose is 1.3 % slower
+than the best of eight such tiles, 7.6 % at most. 80 and 96: five numbers a kind of tile, its step at either, fitted to
+14 calls of 257 to 12,280 tokens, with an error of 2.1, 2.1 and 1.7 %; what they choose is 0.01 % slower than the best
+of the three. 256: to 15 and 5 calls, windows among them, with an error of 4 and 2 %
+(`docs/log/hopper-attention.md`)."""
 
 
 def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
