@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.engine.sharding import Layout, Token, lay_out
+from tilesmith.ops.loss.sharded import labels_of_all
 
 
 def divergence(op: Op, args: tuple) -> Tensor:
@@ -36,5 +37,8 @@ def _divisor(layout: Layout, shape: torch.Size, named: dict) -> Tensor | int:
 def linear_distillation(op: Op, args: tuple) -> tuple[Tensor, Tensor]:
     """x [*, K], weight [V, K], teacher [*, J], teacher_weight [V, J], target [*], biases [V]: rows may be sharded."""
     layout = lay_out(op, args, "*K VK *J VJ * V V")
-    loss, parts = op(*layout.local(args))
+    named = dict(zip(op.parameters, layout.local(args)))
+    if named["target"] is not None:
+        labels_of_all(layout, named["target"], layout.size("V"), named["ignore_index"])
+    loss, parts = op(**named)
     return layout.wrap(layout.total(loss), Token("")), layout.wrap(layout.total(parts), Token("P"))
