@@ -223,6 +223,22 @@ def check_ranks_without_a_class(mesh):
     torch.testing.assert_close(mine.grad, torch.autograd.grad(exact, logits)[0][..., rank:])
 
 
+def check_distances_of_ranks_without_a_class(mesh):
+    """As above: the op refuses distributions of no class, of which such a rank's are not a whole one."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x, target = (torch.randn(3, 5, 1, dtype=torch.float64) for _ in range(2))
+    for op in (ops.kl_div, ops.jsd, ops.tvd):
+        for reduction in ("mean", "batchmean", "none"):
+            whole, mine = ([t.clone() for t in (x, target)], [distribute_tensor(t, mesh, [Shard(2)]) for t in (x, target)])
+            found = []
+            for tensors in (whole, mine):
+                loss = op(*(t.requires_grad_() for t in tensors), reduction=reduction)
+                loss = loss if tensors is whole else loss.full_tensor()
+                found.append([loss, *torch.autograd.grad(loss.sum(), tensors)])
+            torch.testing.assert_close([t.full_tensor() if hasattr(t, "full_tensor") else t for t in found[1]], found[0])
+
+
 def check_ranks_whose_classes_are_masked(mesh):
     """Logits of -inf, as those of classes that pad a vocabulary are, may fill a rank's whole slice."""
     rank = mesh.get_rank()

@@ -15,11 +15,20 @@ def divergence(op: Op, args: tuple) -> Tensor:
     named = dict(zip(op.parameters, layout.local(args)))
     reduction = named["reduction"]
     if reduction == "none":
-        return layout.wrap(op(**named), Token("*v"))
-    total = layout.total(op(**{**named, "reduction": "sum"}))
+        return layout.wrap(_of_rank(op, named), Token("*v"))
+    total = layout.total(_of_rank(op, {**named, "reduction": "sum"}))
     if reduction != "sum":
         total = total / _divisor(layout, args[0].shape, named)
     return layout.wrap(total, Token(""))
+
+
+def _of_rank(op: Op, named: dict) -> Tensor:
+    """The op on a rank's classes. A rank beyond the last class has none, which the op refuses: its sum is 0."""
+    x, target = named["x"], named["target"]
+    if x.shape[-1] > 0:
+        return op(**named)
+    nothing = (x + target).to(torch.promote_types(torch.promote_types(x.dtype, target.dtype), torch.float32))
+    return nothing if named["reduction"] == "none" else nothing.sum()
 
 
 def _divisor(layout: Layout, shape: torch.Size, named: dict) -> Tensor | int:
