@@ -230,13 +230,14 @@ def check_distances_of_ranks_without_a_class(mesh):
     x, target = (torch.randn(3, 5, 1, dtype=torch.float64) for _ in range(2))
     for op in (ops.kl_div, ops.jsd, ops.tvd):
         for reduction in ("mean", "batchmean", "none"):
-            whole, mine = ([t.clone() for t in (x, target)], [distribute_tensor(t, mesh, [Shard(2)]) for t in (x, target)])
-            found = []
+            whole, found = [x.clone(), target.clone()], []
+            mine = [distribute_tensor(t, mesh, [Shard(2)]) for t in (x, target)]
             for tensors in (whole, mine):
                 loss = op(*(t.requires_grad_() for t in tensors), reduction=reduction)
                 loss = loss if tensors is whole else loss.full_tensor()
                 found.append([loss, *torch.autograd.grad(loss.sum(), tensors)])
-            torch.testing.assert_close([t.full_tensor() if hasattr(t, "full_tensor") else t for t in found[1]], found[0])
+            gathered = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found[1]]
+            torch.testing.assert_close(gathered, found[0])
 
 
 def check_ranks_whose_classes_are_masked(mesh):
@@ -285,7 +286,8 @@ def check_what_is_exchanged(mesh):
     weight = distribute_tensor(torch.randn(40, 5), mesh, [Replicate()]).requires_grad_()
     with Talk() as talk:
         ops.linear_cross_entropy(x, weight, target).backward()
-    assert talk.calls == [("all_reduce", 1), ("all_reduce", 3)]  # the sum of losses, that of class weights, and the number of tokens
+    # of losses, of class weights and of tokens
+    assert talk.calls == [("all_reduce", 1), ("all_reduce", 3)]
 
 
 def check_against_loss_parallel(mesh):
@@ -419,7 +421,8 @@ def check_mistakes_of_one_rank(mesh):
         }.items():
             words = f"{name} must be the same on all ranks, got .* on rank {last}"
             _all_raise(mesh, lambda odd, c=call, o=of_odd: c(odd, **o), words, "")
-    for of_odd in ({"x": x.clone().requires_grad_()}, {"x": x[:, None], "target": target[:, None]}, {"chunk_tokens": 3}):
+    deeper = {"x": x[:, None], "target": target[:, None]}
+    for of_odd in ({"x": x.clone().requires_grad_()}, deeper, {"chunk_tokens": 3}):
         words = f"must be the same on all ranks, got .* on rank {last}"
         _all_raise(mesh, lambda odd, o=of_odd: linear(odd, **o), words, "")
 
@@ -443,7 +446,8 @@ def check_labels_that_one_rank_has_wrong(mesh):
         lambda: ops.linear_distillation(x, weight, x, weight, labels),
     ):
         began = time.monotonic()
-        with pytest.raises(ValueError, match=f"{'' if rank == last else f'refused on rank {last}: '}target holds .* 11"):
+        told = "" if rank == last else f"refused on rank {last}: "
+        with pytest.raises(ValueError, match=f"{told}target holds the label 11"):
             call()
         assert time.monotonic() - began < 5
 

@@ -90,7 +90,8 @@ def _facts(
     x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor, *biases: Tensor | None
 ) -> tuple[int, ...]:  # fmt: skip
     """What ranks must have alike, a number for each of `FACTS`."""
-    wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weights, gate_up, down, *biases)]
+    tensors = (x, weights, gate_up, down, *biases)
+    wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
     dtypes = (DTYPES.index(t.dtype) for t in (x, weights))
     return gate_up.shape[0], x.shape[-1], indices.shape[-1], *dtypes, wants[0], wants[1], any(wants)
 

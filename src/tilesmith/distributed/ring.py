@@ -360,8 +360,8 @@ def process_group(of: str, group: Any) -> dist.ProcessGroup:
         return dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"{of}: group must be a process group, a mesh of one dim or None, got {shown(group)}; write mesh['tp'], for "
-            "example"
+            f"{of}: group must be a process group, a mesh of one dim or None, got {shown(group)}; write mesh['tp'], "
+            "for example"
         )
     return group
 

@@ -1,7 +1,7 @@
 """linear_cross_entropy with the weight's classes spread over the ranks of a group; see `vocabulary`."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ def linear_cross_entropy(
     accumulate_fp32: bool,
     part: Part,
 ) -> Tensor:
-    """The loss, with its gradients, of a rank's rows of the weight; that of x is the rank's share of it. A label that is
-    no class makes NaN: callers check labels on all ranks before."""
+    """The loss, with its gradients, of a rank's rows of the weight; that of x is the rank's share. A label that is no
+    class makes NaN: callers check labels on all ranks before."""
     x = x.to(computed_in(x))
     grads = torch.is_grad_enabled()
     mask = tuple(grads and t is not None and t.requires_grad for t in (x, weight, bias))
