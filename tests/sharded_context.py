@@ -304,6 +304,35 @@ def check_disagreement(mesh):
     call(*good)
 
 
+def check_ranks_that_want_no_gradient(mesh):
+    """Others would wait for their backward: all hear of it at the call, and can go on."""
+    last = mesh.size() - 1
+    x = [torch.randn(1, 4, 8, 8, requires_grad=True) for _ in range(3)]
+    for mode in ("allgather", "ring", "ulysses"):
+        context_parallel_attention(*x, mesh, mode=mode)[0].sum().backward()
+        words = rf"requires_grad must be the same on all ranks, got .* on rank {last}"
+        alone = torch.no_grad() if mesh.get_rank() == last else contextlib.nullcontext()
+        with pytest.raises(ValueError, match=words), alone:
+            context_parallel_attention(*x, mesh, mode=mode)
+
+
+def check_masks_that_layers_refuse_on_one_rank(mesh):
+    """A layer looks at what a mask of numbers holds, and a rank has only its own part."""
+    from tilesmith.attention.context_parallel import ContextParallelAttention
+    from tilesmith.attention.ring import RingAttentionLayer
+
+    last = mesh.size() - 1
+    odd, x, good = mesh.get_rank() == last, torch.randn(2, 6, 16), torch.zeros(2, 6)
+    for layer in (
+        RingAttentionLayer(16, 4, device="cpu", group=mesh), ContextParallelAttention(16, 4, mesh.size(), mesh)
+    ):  # fmt: skip
+        began, words = time.monotonic(), "attention_mask is floating and holds 0 and 1"
+        with pytest.raises(ValueError, match=words if odd else f"refused on rank {last}: .*{words}"):
+            layer(x, torch.ones(2, 6) if odd else good)
+        assert time.monotonic() - began < 5
+        layer(x, good)
+
+
 def check_the_order_of_backwards(mesh):
     """Two calls of one shape: ranks that take their gradients in another order would mix them up."""
     odd = mesh.get_rank() == mesh.size() - 1

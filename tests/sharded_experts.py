@@ -1,7 +1,9 @@
 """What ranks check of experts: expert parallelism equals one process. Run by test_sharding.py in one spawn."""
 
+import contextlib
 import copy
 import tempfile
+import time
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def check_expert_parallel(mesh):
 def check_experts_of_no_equal_share(mesh):
     x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(4, 4))
     held = 1 + mesh.get_rank()
-    with pytest.raises(ValueError, match="expert_parallel: gate_up has .* experts here; on the ranks"):
+    with pytest.raises(ValueError, match="expert_parallel: experts in gate_up must be the same on all ranks, got 1 on"):
         expert_parallel(x, gate_up[:held], down[:held], indices, weights, mesh.get_group())
 
 
@@ -111,6 +113,66 @@ def check_what_expert_parallel_refuses(mesh):
     with pytest.raises(TypeError, match="^expert_parallel: group must be a process group, .*None, got str 'ep'"):
         expert_parallel(x, *held, indices, weights, "ep")
     dist.barrier()
+
+
+def check_gradients_that_some_ranks_want(mesh):
+    """Ranks would wait for the exchanges of one another's backward: all hear of it at once, and can go on."""
+    last = mesh.size() - 1
+    odd = mesh.get_rank() == last
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(2 * mesh.size(), 5))
+    held = [t.chunk(mesh.size())[mesh.get_rank()] for t in (gate_up, down)]
+
+    def call(x=x, held=held, weights=weights):
+        return expert_parallel(x, *held, indices, weights, mesh)
+
+    def alone():
+        with torch.no_grad() if odd else contextlib.nullcontext():
+            return call(held=[t.clone().requires_grad_() for t in held])
+
+    slopes = lambda t: t.clone().requires_grad_()  # noqa: E731
+    trained = [slopes(t) for t in held]
+    for field, run in {
+        "requires_grad of x": lambda: call(slopes(x) if odd else x, trained),
+        "requires_grad of weights": lambda: call(x, trained, slopes(weights) if odd else weights),
+        "requires_grad of the result": alone,
+    }.items():
+        call()
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=f"expert_parallel: {field} must be the same on all ranks, got .* {last}"):
+            run()
+        assert time.monotonic() - began < 5
+    # the gradients of its own experts are a rank's own affair
+    y = call(slopes(x), held if odd else trained)
+    y.sum().backward()
+    assert odd or trained[0].grad.any()
+
+
+def check_mistakes_of_one_rank(mesh):
+    last = mesh.size() - 1
+    odd = mesh.get_rank() == last
+    x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(2 * mesh.size(), 5))
+    held = [t.chunk(mesh.size())[mesh.get_rank()] for t in (gate_up, down)]
+
+    narrow = x[:, :4], [held[0][..., :4], held[1][:, :4]]
+
+    def call(x=x, held=held, indices=indices, weights=weights, **more):
+        return expert_parallel(x, *held, indices, weights, mesh, **more)
+
+    for words, run in {
+        f"refused on rank {last}": lambda: call(weights=weights[:, :2] if odd else weights),
+        f"refused on rank {last}: see the error": lambda: call(activation="nothing" if odd else "swiglu"),
+        f"x.dtype must be .* {last}": lambda: call(*((x.float(), [t.float() for t in held]) if odd else (x, held))),
+        f"features of x must be .* {last}": lambda: call(*(narrow if odd else (x, held))),
+        f"choices of a token must be .* {last}": lambda: call(
+            indices=indices[:, :2] if odd else indices, weights=weights[:, :2] if odd else weights
+        ),
+    }.items():
+        call()
+        began = time.monotonic()
+        with pytest.raises((ValueError, TypeError), match=f"^expert_parallel: {'' if odd else words}"):
+            run()
+        assert time.monotonic() - began < 5, words
+    call()
 
 
 def check_transformers_expert_parallelism(mesh):

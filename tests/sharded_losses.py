@@ -1,6 +1,8 @@
 """What two ranks check of the losses: tokens or the vocabulary spread over ranks equal one process within its budget.
 Run by test_sharding.py."""
 
+import time
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -221,6 +223,23 @@ def check_ranks_without_a_class(mesh):
     torch.testing.assert_close(mine.grad, torch.autograd.grad(exact, logits)[0][..., rank:])
 
 
+def check_distances_of_ranks_without_a_class(mesh):
+    """As above: the op refuses distributions of no class, of which such a rank's are not a whole one."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    x, target = (torch.randn(3, 5, 1, dtype=torch.float64) for _ in range(2))
+    for op in (ops.kl_div, ops.jsd, ops.tvd):
+        for reduction in ("mean", "batchmean", "none"):
+            whole, found = [x.clone(), target.clone()], []
+            mine = [distribute_tensor(t, mesh, [Shard(2)]) for t in (x, target)]
+            for tensors in (whole, mine):
+                loss = op(*(t.requires_grad_() for t in tensors), reduction=reduction)
+                loss = loss if tensors is whole else loss.full_tensor()
+                found.append([loss, *torch.autograd.grad(loss.sum(), tensors)])
+            gathered = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found[1]]
+            torch.testing.assert_close(gathered, found[0])
+
+
 def check_ranks_whose_classes_are_masked(mesh):
     """Logits of -inf, as those of classes that pad a vocabulary are, may fill a rank's whole slice."""
     rank = mesh.get_rank()
@@ -260,13 +279,15 @@ def check_what_is_exchanged(mesh):
     logits = distribute_tensor(torch.randn(6, 40), mesh, [Shard(1)]).requires_grad_()
     with Talk() as talk:
         ops.cross_entropy(logits, torch.randint(40, (6,))).backward()
-    assert talk.calls == [("all_reduce", 6), ("all_reduce", 2 * 6)]
+    # on a CPU first whether a rank has a label that is no class
+    assert talk.calls == [("all_reduce", 1), ("all_reduce", 6), ("all_reduce", 2 * 6)]
     x = distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)]).requires_grad_()
     target = distribute_tensor(torch.randint(40, (6,)), mesh, [Shard(0)])
     weight = distribute_tensor(torch.randn(40, 5), mesh, [Replicate()]).requires_grad_()
     with Talk() as talk:
         ops.linear_cross_entropy(x, weight, target).backward()
-    assert talk.calls == [("all_reduce", 3)]  # the sum of losses, that of class weights, and the number of tokens
+    # of losses, of class weights and of tokens
+    assert talk.calls == [("all_reduce", 1), ("all_reduce", 3)]
 
 
 def check_against_loss_parallel(mesh):
@@ -310,3 +331,146 @@ def check_refusals(mesh):
         torch.autograd.grad(ops.vocab_parallel_cross_entropy(logits, target), logits, create_graph=True)
     with pytest.raises(ValueError, match="label_smoothing is 2"):
         ops.vocab_parallel_cross_entropy(torch.randn(4, 6), target, label_smoothing=2)
+
+
+def _held(mesh, sizes):
+    """Of slices of these sizes: all classes, and the part that is this rank's."""
+    sizes, rank = sizes[: mesh.size()], mesh.get_rank()
+    return sum(sizes), slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def check_slices_of_any_size(mesh):
+    """Ranks say how many classes they hold, also none, where the caller does not say."""
+    for sizes in ((2, 7, 4), (6, 0, 3), (0, 4, 5)):
+        classes, mine = _held(mesh, sizes)
+        target, weights = _target(3, 5, classes=classes), torch.linspace(0.2, 2.0, classes, dtype=torch.float64)
+        x, weight, bias = (torch.randn(*n, dtype=torch.float64) for n in ((3, 5, 8), (classes, 8), (classes,)))
+        for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0}, {"reduction": "none"}):
+            logits, part = (t.clone().requires_grad_() for t in (x @ weight.t(), (x @ weight.t())[..., mine]))
+            exact = ops.cross_entropy(logits, target, weights, **options)
+            loss = ops.vocab_parallel_cross_entropy(part, target, weights, **options)
+            torch.testing.assert_close(loss, exact)
+            exact.sum().backward()
+            loss.sum().backward()
+            torch.testing.assert_close(part.grad, logits.grad[..., mine])
+            whole, own = ([t.clone().requires_grad_() for t in (x, weight[s], bias[s])] for s in (slice(None), mine))
+            exact = ops.linear_cross_entropy(*whole[:2], target, whole[2], weights, **options)
+            loss = ops.vocab_parallel_linear_cross_entropy(*own[:2], target, own[2], weights, **options)
+            torch.testing.assert_close(loss, exact)
+            exact.sum().backward()
+            loss.sum().backward()
+            for t, w, cut in zip(own, whole, (slice(None), mine, mine)):
+                torch.testing.assert_close(t.grad, w.grad[cut])
+
+
+def check_all_ranks_cut_tokens_alike(mesh):
+    """Where one holds so many classes less that its logits would fit in one chunk, and those of others would not."""
+    from torch.distributed.tensor import Shard
+
+    from tilesmith.ops.loss import vocabulary_linear
+
+    classes = 8 * mesh.size() - 1
+    chosen, vocabulary_linear.budget = vocabulary_linear.budget, lambda device: 600 * 7 * 8
+    try:
+        tensors, target = (torch.randn(600, 3), torch.randn(classes, 3), None), _target(600, classes=classes)
+        spread = _spread(mesh, weight=[Shard(0)])
+        _judge(ops.linear_cross_entropy, tensors, target, torch.float64, {}, LINEAR, spread, "chunks")
+        exact = ops.linear_cross_entropy(*tensors[:2], target)
+        mine = tensors[1].tensor_split(mesh.size())[mesh.get_rank()]
+        torch.testing.assert_close(ops.vocab_parallel_linear_cross_entropy(tensors[0], mine, target), exact)
+    finally:
+        vocabulary_linear.budget = chosen
+
+
+def _all_raise(mesh, call, words, told):
+    """Every rank hears at once what the last one did wrong: `words`, at other ranks as `told`; it can then go on."""
+    call(False)
+    odd, began = mesh.get_rank() == mesh.size() - 1, time.monotonic()
+    with pytest.raises((ValueError, TypeError), match=words if odd else f"{told}{words}"):
+        call(odd)
+    assert time.monotonic() - began < 5, words
+    call(False)
+
+
+def check_mistakes_of_one_rank(mesh):
+    last = mesh.size() - 1
+    x, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.randint(6, (4,))
+    bad = torch.where(torch.arange(4) == 2, 6 * mesh.size(), target)
+
+    def logits(odd, **of_odd):
+        given = {"logits": x[:, :6], "target": target} | (of_odd if odd else {})
+        return ops.vocab_parallel_cross_entropy(**given, group=mesh)
+
+    def linear(odd, **of_odd):
+        given = {"x": x, "weight": weight, "target": target} | (of_odd if odd else {})
+        return ops.vocab_parallel_linear_cross_entropy(**given, group=mesh)
+
+    for call in (logits, linear):
+        refused = f"refused on rank {last}: .*"
+        for words, of_odd in {
+            f"target holds the label {6 * mesh.size()}": {"target": bad},
+            "target has shape": {"target": target[:3]},
+            "label_smoothing is 2": {"label_smoothing": 2.0},
+            "holds 6 classes": {"classes": 99},
+        }.items():
+            _all_raise(mesh, lambda odd, c=call, o=of_odd: c(odd, **o), words, refused)
+        for name, of_odd in {
+            "reduction": {"reduction": "sum"},
+            "z_loss": {"z_loss": 0.5},
+            "target": {"target": (target + 1) % 6},
+        }.items():
+            words = f"{name} must be the same on all ranks, got .* on rank {last}"
+            _all_raise(mesh, lambda odd, c=call, o=of_odd: c(odd, **o), words, "")
+    deeper = {"x": x[:, None], "target": target[:, None]}
+    for of_odd in ({"x": x.clone().requires_grad_()}, deeper, {"chunk_tokens": 3}):
+        words = f"must be the same on all ranks, got .* on rank {last}"
+        _all_raise(mesh, lambda odd, o=of_odd: linear(odd, **o), words, "")
+
+
+def check_labels_that_one_rank_has_wrong(mesh):
+    """Of DTensors, whose tokens lie on several ranks: nobody waits for the others' losses."""
+    from torch.distributed.tensor import Shard
+
+    rank, last, tokens = mesh.get_rank(), mesh.size() - 1, 2 * mesh.size()
+    x, weight, logits = torch.randn(tokens, 8), torch.randn(11, 8), torch.randn(tokens, 11)
+    target = torch.randint(11, (tokens,))
+    target[-1] = 11
+    spread = _spread(mesh, x=[Shard(0)], target=[Shard(0)], classes=[Shard(1)])
+    x, logits, labels = spread("x", x), spread("x", logits), spread("target", target)
+    # the last rank's own labels of what all must have alike
+    other, of_classes = target.clamp(max=10 if rank < last else 11), spread("classes", logits.full_tensor())
+    for call in (
+        lambda: ops.cross_entropy(logits, labels),
+        lambda: ops.cross_entropy(of_classes, other),
+        lambda: ops.linear_cross_entropy(x, weight, labels),
+        lambda: ops.linear_distillation(x, weight, x, weight, labels),
+    ):
+        began = time.monotonic()
+        told = "" if rank == last else f"refused on rank {last}: "
+        with pytest.raises(ValueError, match=f"{told}target holds the label 11"):
+            call()
+        assert time.monotonic() - began < 5
+
+
+def check_ranks_that_do_not_run_the_same_backward(mesh):
+    """The gradient of x is a sum over ranks: one that goes on without it is an error on all of them."""
+    x, weight, target = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8), torch.randint(6, (4,))
+    loss = ops.vocab_parallel_linear_cross_entropy(x, weight, target)
+    with pytest.raises(ValueError, match="pass must be the same on all ranks, got 'vocab_parallel_linear_cross_"):
+        if mesh.get_rank() == mesh.size() - 1:
+            ops.vocab_parallel_linear_cross_entropy(x, weight, target)
+        else:
+            loss.backward()
+
+
+def check_compiled_slices(mesh):
+    """Traced calls do not compare: what they assume wrongly makes NaN."""
+    compiled = torch.compile(
+        lambda logits, target: ops.vocab_parallel_cross_entropy(logits, target), fullgraph=True, backend="aot_eager"
+    )
+    target = torch.randint(4, (5,))
+    for equal in (True, False):
+        logits = torch.randn(5, 4 if equal else 4 + mesh.get_rank(), requires_grad=True)
+        loss = compiled(logits, target)
+        loss.backward()
+        assert bool(loss.isfinite()) == bool(logits.grad.isfinite().all()) == equal

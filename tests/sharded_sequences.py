@@ -2,6 +2,7 @@
 attention inside. Run by test_context_parallel.py."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -61,6 +62,30 @@ def check_models_of_transformers(mesh):
         model_sharding(sharded).remove()
         sharded.set_attn_implementation("eager")
         torch.testing.assert_close(sharded.eval()(**batches["plain"]).loss, model.eval()(**batches["plain"]).loss)
+
+
+def check_batches_that_one_rank_has_otherwise(mesh):
+    """All ranks hear of it before they compute, and can go on."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import shard_sequence
+
+    last = mesh.size() - 1
+    odd, ids = mesh.get_rank() == last, torch.randint(VOCABULARY, (2, 12))
+    model = shard_sequence(build("llama"), mesh)
+    told = "" if odd else f"refused on rank {last}: "
+    for words, call in {
+        f"^{told}shard_sequence: logits_to_keep would": lambda: model(ids, logits_to_keep=int(odd)),
+        f"arguments must be the same on all ranks, got .* on rank {last}": lambda: model(
+            ids, labels=None if odd else ids
+        ),
+        f"input_ids must be the same on all ranks, got .* on rank {last}": lambda: model(ids[:1] if odd else ids),
+    }.items():
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=words if odd else words.replace("^", "shard_sequence: ")):
+            call()
+        assert time.monotonic() - began < 5
+        model(ids)
 
 
 def check_positions(mesh):

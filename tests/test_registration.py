@@ -89,13 +89,16 @@ def test_left_and_right_padding_give_what_no_padding_gives(padded):
     torch.testing.assert_close(together, alone)
 
 
+PADDING = {"none": slice(0, 0), "left": slice(0, 3), "right": slice(4, 7), "middle": slice(2, 4)}
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", PADDING)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_generation_equals_the_other_implementations(family, padded, cache):
     ids = torch.randint(3, 120, (2, 7), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
-    mask[0, : 3 * padded] = 0
+    mask[0, PADDING[padded]] = 0
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     options |= {"return_dict_in_generate": True, "output_logits": True, "cache_implementation": cache}
     found, wanted = (

@@ -57,9 +57,13 @@ def _rank(rank: int, size: int, folder: str, only, modules) -> None:
     leave()
 
 
+THREE = ("slices_of_any", "cut_tokens", "mistakes_of_one", "one_rank_has_wrong", "distances_of")  # among losses
+
+
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-def test_two_ranks(tmp_path):
-    told = run_checks(tmp_path)
+@pytest.mark.parametrize("size, only, modules", [(2, (), MODULES), (3, THREE, ("sharded_losses",))])
+def test_ranks(tmp_path, size, only, modules):
+    told = run_checks(tmp_path, size, only, modules)
     assert not any("FAILED" in one for one in told), "\n".join(told)
 
 

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tilesmith import ops
 from tilesmith.attention.ring import attention_terms
 from tilesmith.distributed import Layout, LocalRing, Ring, context_parallel_attention, ring_of
+from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.prepared import MODES
 from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
 
@@ -75,6 +77,23 @@ class ContextParallelAttention(nn.Module):
         the ranks' shares are padded; N times the ranks if None, which is refused for as many tokens as `shard` has
         padded.
         """
+        with refusals_told(self.ring, "ContextParallelAttention"):
+            q, k, v, layout, mask, score = self._taken(hidden_states, attention_mask, tokens)
+        named = {"mode": self.mode, "layout": layout}
+        if isinstance(self.ring, LocalRing):
+            shards = [
+                [layout.shard(x, r, 2).to(device) for r, device in enumerate(self.ring.devices)] for x in (q, k, v)
+            ]
+            outs, _ = context_parallel_attention(*shards, self.ring, mask, score, **named)
+            out = layout.unshard([x.to(q.device) for x in outs], 2)
+        else:
+            out, _ = context_parallel_attention(q, k, v, self.ring, mask, score, **named)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _taken(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, tokens: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Layout, ops.Mask, ops.Score]:
+        """q, k, v, how they lie, and the Mask and Score that `attention_mask` says."""
         tensor("ContextParallelAttention", "hidden_states", hidden_states)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.d_model:
             raise ValueError(
@@ -84,20 +103,9 @@ class ContextParallelAttention(nn.Module):
         q, k, v = (
             x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1)
         )
-        local = isinstance(self.ring, LocalRing)
         whole = self._tokens(q.shape[2], tokens)
-        layout = self.layout(whole)
-        mask, score = attention_terms("ContextParallelAttention", attention_mask, q, whole, self.causal)
-        named = {"mode": self.mode, "layout": layout}
-        if local:
-            shards = [
-                [layout.shard(x, r, 2).to(device) for r, device in enumerate(self.ring.devices)] for x in (q, k, v)
-            ]
-            outs, _ = context_parallel_attention(*shards, self.ring, mask, score, **named)
-            out = layout.unshard([x.to(q.device) for x in outs], 2)
-        else:
-            out, _ = context_parallel_attention(q, k, v, self.ring, mask, score, **named)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        terms = attention_terms("ContextParallelAttention", attention_mask, q, whole, self.causal)
+        return q, k, v, self.layout(whole), *terms
 
     def _tokens(self, held: int, tokens: int | None) -> int:
         """Tokens of the whole sequence, of which this process was given `held`."""

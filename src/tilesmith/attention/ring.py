@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, context_parallel_attention, ring_of
 from tilesmith.distributed.attention import Group
+from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.prepared import MODES
 from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
 
@@ -61,17 +64,30 @@ class RingAttentionLayer(nn.Module):
         the scores; over several ranks [B, N] and [B, 1, 1, N] then hold only 0 and what hides a key (at most half of
         the dtype's lowest number), and nowhere only 0 and 1, which look like what may be attended. A query that may
         attend to nothing gets 0 from the attention. layout: which tokens this rank holds, if not an equal share. Raises
-        ValueError for a sequence over max_sequence_length, and for other masks.
+        ValueError for a sequence over max_sequence_length, and for other masks; on all ranks, where one is refused.
         """
+        ring = None if self.group is None else ring_of(self.group)
+        with contextlib.nullcontext() if ring is None else refusals_told(ring, "RingAttentionLayer"):
+            q, k, v, mask, score = self._taken(hidden_states, attention_mask, layout, 1 if ring is None else ring.size)
+        if ring is None:
+            out, _ = ops.attention(q, k, v, mask, score)
+        else:
+            named = "zigzag" if self.causal else "contiguous"
+            out, _ = context_parallel_attention(q, k, v, ring, mask, score, mode=self.mode, layout=layout or named)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _taken(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, layout: Layout | None, ranks: int
+    ) -> tuple[Tensor, Tensor, Tensor, ops.Mask, ops.Score]:
+        """q, k, v, and the Mask and Score that `attention_mask` says."""
         tensor("RingAttentionLayer", "hidden_states", hidden_states)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.d_model:
             raise ValueError(
                 f"RingAttentionLayer: hidden_states must be [batch, tokens, {self.d_model}], got "
                 f"{list(hidden_states.shape)}"
             )
-        ring = None if self.group is None else ring_of(self.group)
         local = hidden_states.shape[1]
-        tokens = layout.tokens if layout is not None else local * (1 if ring is None else ring.size)
+        tokens = layout.tokens if layout is not None else local * ranks
         if tokens > self.max_sequence_length:
             raise ValueError(
                 f"RingAttentionLayer: the sequence has {tokens} tokens; max_sequence_length is "
@@ -80,13 +96,7 @@ class RingAttentionLayer(nn.Module):
         q, k, v = (
             x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv_proj(hidden_states).chunk(3, -1)
         )
-        mask, score = attention_terms("RingAttentionLayer", attention_mask, q, tokens, self.causal)
-        if ring is None:
-            out, _ = ops.attention(q, k, v, mask, score)
-        else:
-            named = "zigzag" if self.causal else "contiguous"
-            out, _ = context_parallel_attention(q, k, v, ring, mask, score, mode=self.mode, layout=layout or named)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        return q, k, v, *attention_terms("RingAttentionLayer", attention_mask, q, tokens, self.causal)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, num_heads={self.num_heads}, max_sequence_length={self.max_sequence_length}"

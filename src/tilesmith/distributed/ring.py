@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith.distributed.comparison import compare, nothing, refusal, refused
 from tilesmith.distributed.lost import RingError, told
@@ -22,6 +23,7 @@ from tilesmith.distributed.schedule import Moves
 from tilesmith.distributed.signature import Signature, Signed
 from tilesmith.distributed.transport import SYMMETRIC, Transport, asked_for, choose, peers_of
 from tilesmith.engine.argument_checks import located, positive
+from tilesmith.engine.arguments import shown
 from tilesmith.engine.torch_private import sleep
 
 Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
@@ -211,11 +213,13 @@ class ProcessGroupRing:
             return False
         return None if self._peers.memory is None else True
 
-    def _gathered(self, value: Any) -> list[Any]:
-        """All ranks' values of one object, by rank."""
-        mine = json.dumps(value).encode()
-        packed, arrived = self._exchanged(mine, "symmetric memory")
+    def gathered(self, value: Any, step: str) -> list[Any]:
+        """All ranks' values of one object that JSON can hold, by rank. Raises RingError naming a rank without one."""
+        packed, arrived = self._exchanged(json.dumps(value).encode(), step)
         return [json.loads(_unpacked(raw)) for _, raw in sorted((arrived() | {self.rank: packed}).items())]
+
+    def _gathered(self, value: Any) -> list[Any]:
+        return self.gathered(value, "symmetric memory")
 
     def _stand(self) -> None:
         """Raise RingError where a GPU of this group has waited in vain."""
@@ -341,6 +345,25 @@ class ProcessGroupRing:
                 self._everyone, backend="gloo", timeout=self.timeout, use_local_synchronization=True
             )
         return self._side
+
+
+def process_group(of: str, group: Any) -> dist.ProcessGroup:
+    """The process group that an argument `group` of a function `of` names: one itself, a mesh of one dim, or None for
+    all ranks. Raises TypeError for anything else, ValueError for a mesh of several dims."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{of}: group is a mesh of {group.ndim} dims; it must have one, as mesh['tp']")
+        return group.get_group()
+    if group is None:
+        if not dist.is_initialized():
+            raise RuntimeError(f"{of}: group is None and torch.distributed is not initialised")
+        return dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{of}: group must be a process group, a mesh of one dim or None, got {shown(group)}; write mesh['tp'], "
+            "for example"
+        )
+    return group
 
 
 def _unpacked(raw: bytes) -> bytes:

@@ -15,7 +15,7 @@ what would need that raises ValueError. A plain tensor beside DTensors is the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from tilesmith.engine.torch_private import all_reduce
 
 Label = str | int
 _LAYOUTS: dict[tuple, Layout] = {}
+_MOST = 800  # bytes of what other ranks are told of an error
 
 
 def distributed(args: Sequence[Any]) -> bool:
@@ -181,6 +182,32 @@ class Layout:
         placements = [Partial() if part else Replicate() for part in parted]
         parts = DTensor.from_local(out, self.mesh, placements, run_check=False)
         return parts.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
+
+    def refused_together(self, check: Callable[[], None]) -> None:
+        """What `check` raises ValueError for on one rank, as for values in its own part of a tensor, is raised on all
+        ranks of the mesh, which would wait for that one. On a CPU only, where such checks look at values."""
+        problem = None
+        try:
+            check()
+        except ValueError as found:
+            problem = found
+        mine = 0 if problem is None else torch.distributed.get_rank() + 1
+        rank = int(self._most(torch.tensor([mine])))
+        if rank == 0:
+            return
+        said = list(str(problem).encode()[:_MOST]) if rank == mine else []
+        text = self._most(torch.tensor(said + [0] * (_MOST - len(said))))
+        if problem is not None:
+            raise problem
+        words = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+        raise ValueError(f"{self.name}: refused on rank {rank - 1}: {words}")
+
+    def _most(self, values: Tensor) -> Tensor:
+        """The largest over all ranks of the mesh."""
+        for m in range(self.mesh.ndim):
+            if self.mesh.size(m) > 1:
+                values = all_reduce(values, "max", (self.mesh, m))
+        return values
 
     # how it is found ------------------------------------------------------------------------------------------------
 

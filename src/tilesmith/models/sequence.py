@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, Ring, context_parallel_attention, ring_of
+from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.layout import boundaries
 from tilesmith.distributed.prepared import MODES
 from tilesmith.models.attention.interface import needs_transformers
@@ -92,7 +93,8 @@ def shard_sequence(
     Raises ValueError for models whose layers see other tokens than through attention (linear attention, convolutions),
     whose angles depend on the length, whose attention does not go through transformers' interface, which are not told
     positions, or have no weights yet; at a call for caches, dense masks, labels of a loss that takes no shifted ones,
-    tensors that are not sharded (`token_type_ids`, images), `logits_to_keep`, and where all outputs are pooled.
+    tensors that are not sharded (`token_type_ids`, images), `logits_to_keep`, and where all outputs are pooled. A call
+    that is refused on one rank, or has other arguments or shapes there, is refused on all.
     """
     transformers = _transformers()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -194,8 +196,23 @@ def _mask(
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Shard a batch: what the model is called with."""
-    named = dict(zip(_parameters(type(model)), args)) | kwargs
+    """Shard a batch: what the model is called with. Ranks whose batches are not alike hear of it here: a rank that has
+    labels would wait for the loss of one that has none."""
+    ring = model_sharding(model).ring
+    with refusals_told(ring, "shard_sequence"):
+        found = _sharded(model, dict(zip(_parameters(type(model)), args)) | kwargs)
+    _compare(ring, found)
+    return (), found
+
+
+@torch.compiler.disable(reason="ranks compare their batches")
+def _compare(ring: Ring, named: dict[str, Any]) -> None:
+    shapes = {name: list(x.shape) for name, x in sorted(named.items()) if isinstance(x, Tensor)}
+    ring.agree({ring.ranks[0]: {"pass": "shard_sequence", "arguments": list(shapes), **shapes}}, "shard_sequence")
+
+
+def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a rank."""
     sharding = model_sharding(model)
     ring = sharding.ring
     name = next((n for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
@@ -216,7 +233,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         named.pop(given, None)
     if named.get("labels") is not None or named.get("shift_labels") is not None:
         named |= _labels(named, rows, length, shard, model)
-    return (), named
+    return named
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:

@@ -83,8 +83,6 @@ _FAMILIES = {
         "token_stats",
         "token_stats_vjp",
     ),
-    "tilesmith.ops.loss.vocabulary": ("vocab_parallel_cross_entropy",),
-    "tilesmith.ops.loss.vocabulary_linear": ("vocab_parallel_linear_cross_entropy",),
     "tilesmith.ops.aliases": (
         "flash_attention_backward",
         "flash_attention_forward",
@@ -129,7 +127,9 @@ _FAMILIES = {
     "tilesmith.ops.rotary.op": ("rope", "rope_vjp"),
     "tilesmith.ops.attn.scores_op": ("attention_stats", "attention_weights", "attention_weights_vjp"),
 }
+_OVER_RANKS = ("vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy")
 _HOMES = {name: home for home, names in _FAMILIES.items() for name in names}
+_HOMES |= dict.fromkeys(_OVER_RANKS, "tilesmith.distributed.losses")
 
 __all__ = sorted(_HOMES)
 __getattr__, __dir__ = lazy_names(globals(), _HOMES)

@@ -5,6 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from tilesmith.distributed.losses import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from tilesmith.distributed.losses import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 from tilesmith.ops.aliases import flash_attention_backward as flash_attention_backward
 from tilesmith.ops.aliases import flash_attention_forward as flash_attention_forward
 from tilesmith.ops.aliases import fused_add_relu as fused_add_relu
@@ -20,10 +22,6 @@ from tilesmith.ops.attn.op import attention as attention
 from tilesmith.ops.elementwise.dropout_op import bias_dropout as bias_dropout
 from tilesmith.ops.elementwise.dropout_op import bias_dropout_residual as bias_dropout_residual
 from tilesmith.ops.loss.preference_op import linear_log_probs as linear_log_probs
-from tilesmith.ops.loss.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from tilesmith.ops.loss.vocabulary_linear import (
-    vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
-)
 from tilesmith.ops.norm.dropout_op import dropout_add_norm as dropout_add_norm
 from tilesmith.ops.norm.softmax_op import softmax as softmax
 from tilesmith.ops.norm.softmax_op import softmax_dropout as softmax_dropout

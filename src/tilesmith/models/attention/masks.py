@@ -125,8 +125,9 @@ def key_mask(**given: Any) -> KeyMask | Tensor | None:
 
     Its arguments are those of transformers' `sdpa_mask`. Returns None where causality, or nothing, says it all; a
     KeyMask where causality, a window, padding, packed documents and a cache's lengths do; else, and where no kernel of
-    ours is, what `sdpa_mask` returns. Padding behind all tokens needs no mask under causality: only padding sees it, so
-    what comes out for padding differs from what other implementations give there.
+    ours is, what `sdpa_mask` returns. While gradients are recorded, padding behind all tokens needs no mask under
+    causality: only padding sees it, so what comes out for padding differs from what other implementations give there.
+    Otherwise it may be asked for: behind right padding `generate` makes its first token from padding.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -185,7 +186,7 @@ def _as_arguments(
         full, behind = _LOOKED_AT.known(attention_mask, (kv_length, kv_offset))
         if not full and behind and not causal and window is None and documents is None:
             lengths = padding.sum(1, dtype=torch.int32)
-        elif not full and not (behind and causal):
+        elif not full and not (behind and causal and torch.is_grad_enabled()):
             documents = torch.where(padding, 0 if documents is None else documents, -1)
     if documents is not None:
         documents = documents.int()

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.engine.sharding import Layout, Token, lay_out
+from tilesmith.ops.loss.sharded import labels_of_all
 
 
 def divergence(op: Op, args: tuple) -> Tensor:
@@ -14,11 +15,20 @@ def divergence(op: Op, args: tuple) -> Tensor:
     named = dict(zip(op.parameters, layout.local(args)))
     reduction = named["reduction"]
     if reduction == "none":
-        return layout.wrap(op(**named), Token("*v"))
-    total = layout.total(op(**{**named, "reduction": "sum"}))
+        return layout.wrap(_of_rank(op, named), Token("*v"))
+    total = layout.total(_of_rank(op, {**named, "reduction": "sum"}))
     if reduction != "sum":
         total = total / _divisor(layout, args[0].shape, named)
     return layout.wrap(total, Token(""))
+
+
+def _of_rank(op: Op, named: dict) -> Tensor:
+    """The op on a rank's classes. A rank beyond the last class has none, which the op refuses: its sum is 0."""
+    x, target = named["x"], named["target"]
+    if x.shape[-1] > 0:
+        return op(**named)
+    nothing = (x + target).to(torch.promote_types(torch.promote_types(x.dtype, target.dtype), torch.float32))
+    return nothing if named["reduction"] == "none" else nothing.sum()
 
 
 def _divisor(layout: Layout, shape: torch.Size, named: dict) -> Tensor | int:
@@ -36,5 +46,8 @@ def _divisor(layout: Layout, shape: torch.Size, named: dict) -> Tensor | int:
 def linear_distillation(op: Op, args: tuple) -> tuple[Tensor, Tensor]:
     """x [*, K], weight [V, K], teacher [*, J], teacher_weight [V, J], target [*], biases [V]: rows may be sharded."""
     layout = lay_out(op, args, "*K VK *J VJ * V V")
-    loss, parts = op(*layout.local(args))
+    named = dict(zip(op.parameters, layout.local(args)))
+    if named["target"] is not None:
+        labels_of_all(layout, named["target"], layout.size("V"), named["ignore_index"])
+    loss, parts = op(**named)
     return layout.wrap(layout.total(loss), Token("")), layout.wrap(layout.total(parts), Token("P"))

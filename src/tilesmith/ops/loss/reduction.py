@@ -10,10 +10,15 @@ def check_labels(target: Tensor, classes: int, ignore_index: int) -> None:
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
     if wrong.any():
-        raise ValueError(
-            f"target holds the label {int(target[wrong].flatten()[0])}; it must be 0 … {classes - 1}, "
-            f"or ignore_index = {ignore_index} for a token that does not count"
-        )
+        raise ValueError(wrong_label(int(target[wrong].flatten()[0]), classes, ignore_index))
+
+
+def wrong_label(label: int, classes: int, ignore_index: int) -> str:
+    """What is said of a label that is no class."""
+    return (
+        f"target holds the label {label}; it must be 0 … {classes - 1}, or ignore_index = {ignore_index} for a token "
+        "that does not count"
+    )
 
 
 def divisors_of(

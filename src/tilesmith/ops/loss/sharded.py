@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import readable
 from tilesmith.engine.sharding import Layout, Token, lay_out
 from tilesmith.ops.loss.formulas import FORMULAS
-from tilesmith.ops.loss.reduction import divisors_of
+from tilesmith.ops.loss.reduction import check_labels, divisors_of
 from tilesmith.ops.loss.reference import Terms
 
 
@@ -21,6 +22,7 @@ def cross_entropy(op: Op, args: tuple) -> Tensor:
     """logits [*, v], target [*], weight [V]: rows over any mesh dims, v over one."""
     layout = lay_out(op, args, "*v * V")
     named = dict(zip(op.parameters, layout.local(args)))
+    labels_of_all(layout, named["target"], layout.size("v"), named["ignore_index"])
 
     def local(**changed: Any) -> Tensor:
         given = {**named, **changed}
@@ -44,6 +46,7 @@ def linear_cross_entropy(op: Op, args: tuple) -> Tensor:
             f"{layout.name}: mode is {named['mode']!r} and the vocabulary is sharded, where gradients are computed "
             'along with the loss; leave mode "", say "chunks", or redistribute weight to Replicate()'
         )
+    labels_of_all(layout, named["target"], layout.size("v"), named["ignore_index"])
 
     def local(**changed: Any) -> Tensor:
         given = {**named, **changed}
@@ -53,7 +56,7 @@ def linear_cross_entropy(op: Op, args: tuple) -> Tensor:
 
         tensors = (given[name] for name in ("x", "weight", "target", "bias", "class_weight"))
         rest = (given[name] for name in ("reduction", "chunk_tokens", "accumulate_fp32"))
-        return vocabulary_linear.linear_cross_entropy(*tensors, _terms(given), *rest, _part(layout), sum_dx=False)
+        return vocabulary_linear.linear_cross_entropy(*tensors, _terms(given), *rest, _part(layout))
 
     return _reduced(layout, local, named, "class_weight")
 
@@ -63,8 +66,16 @@ def linear_preference(op: Op, args: tuple) -> tuple[Tensor, Tensor]:
     where a formula takes them one by one; those of pairs lie far apart."""
     b = "B" if FORMULAS[args[op.parameters.index("formula")]].paired else "b"
     layout = lay_out(op, args, f"{b}TK VK {b}T S{b} V S{b}T")
-    loss, log_probs = op(*layout.local(args))
+    named = dict(zip(op.parameters, layout.local(args)))
+    labels_of_all(layout, named["target"], layout.size("V"), named["ignore_index"])
+    loss, log_probs = op(**named)
     return layout.wrap(layout.total(loss), Token("")), layout.wrap(log_probs, Token(f"{b}T"))
+
+
+def labels_of_all(layout: Layout, target: Tensor, classes: int, ignore_index: int) -> None:
+    """`check_labels` of each rank's tokens, whose error is one of all ranks: they add up losses."""
+    if readable(target):
+        layout.refused_together(lambda: check_labels(target, classes, ignore_index))
 
 
 def classes_sharded(args: tuple) -> bool:
@@ -94,7 +105,9 @@ def _part(layout: Layout) -> Any:
     dims = layout.dims_of("v")
     if len(dims) > 1:
         raise ValueError(f"{layout.name}: the vocabulary is sharded over {len(dims)} mesh dims; one is served")
-    return Part(layout.mesh.get_group(dims[0]), layout.start("v"), layout.size("v"))
+    classes = layout.size("v")
+    most = -(-classes // layout.mesh.size(dims[0]))
+    return Part(layout.mesh.get_group(dims[0]), layout.start("v"), classes, most)
 
 
 def _reduced(layout: Layout, local: Callable[..., Tensor], named: dict[str, Any], weights: str) -> Tensor:

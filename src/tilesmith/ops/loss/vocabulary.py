@@ -8,98 +8,38 @@ gradient on a rank's own classes. Source of the scheme: Shoeybi et al., "Megatro
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.choice import pinned
 from tilesmith.engine.torch_private import all_reduce
-from tilesmith.ops.loss import checks
-from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads
+from tilesmith.ops.loss.reduction import divisors_of, reduce_losses, token_grads
 from tilesmith.ops.loss.reference import Terms
 
 ELEMENTS = 2**24  # swept at a time where no kernel fuses what is left to do
 
 
 class Part(NamedTuple):
-    """The classes of this rank begin at `start`; there are `classes` in all; group: the ranks that hold them."""
+    """The classes of this rank begin at `start`; there are `classes` in all, of which a rank holds `most` at most;
+    group: the ranks that hold them."""
 
     group: Any
     start: int
     classes: int
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-    *,
-    group: Any = None,
-    classes: int | None = None,
-) -> Tensor:
-    """`cross_entropy` of logits [..., V] of which each rank of `group` holds a slice [..., V / ranks], in rank's order.
-
-    target [...] (labels 0 … V - 1) and weight [V] are the same on every rank, and so is the loss; the gradient is that
-    of the rank's own slice. group: a ProcessGroup or a DeviceMesh of one dim; None: all ranks. classes: V, where the
-    ranks do not divide it; they then hold ceil(V / ranks) each and the last ones less, as `torch.chunk` gives them.
-    Ranks exchange two or three fp32 (fp64 for fp64) numbers a token. The other arguments: see `cross_entropy`.
-
-    A DTensor that is sharded by its last dim can be given to `cross_entropy` itself. Raises TypeError and ValueError as
-    `cross_entropy` does, also for a slice of another size than said here, and NotImplementedError for a second
-    derivative; where torch.compile traces it, a label that is no class makes NaN instead of a ValueError.
-    """
-    name = "vocab_parallel_cross_entropy"
-    floating(name, "logits", logits)
-    if logits.ndim == 0:
-        raise ValueError(f"{name}: logits has no dims; it must be [..., V / ranks]")
-    part = part_of(name, "logits", logits.shape[-1], group, classes)
-    checks.check_tokens(name, "logits", logits, target)
-    checks.check_class_weight(name, "weight", weight, logits, part.classes)
-    checks.check_terms(name, label_smoothing, z_loss, softcap, reduction)
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    return cross_entropy(logits, target, weight, terms, reduction, part)
-
-
-def part_of(name: str, argument: str, held: int, group: Any, classes: int | None) -> Part:
-    """This rank's part of the vocabulary; ValueError if `held`, the classes in `argument`, is another number."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    group = dist.group.WORLD if group is None else group
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if classes is None:
-        classes = held * ranks
-    step = -(-classes // ranks)
-    start = min(rank * step, classes)
-    expected = min(step, classes - start)
-    if held != expected or classes == 0:
-        raise ValueError(
-            f"{name}: {argument} holds {held} classes; rank {rank} of {ranks} must hold {expected} of the {classes}, "
-            "of which there must be 1 at least"
-        )
-    return Part(group, start, classes)
+    most: int
 
 
 def cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms, reduction: str, part: Part
 ) -> Tensor:
-    """The loss, with its gradient, of a rank's slice of the logits."""
+    """The loss, with its gradient, of a rank's slice of the logits. A label that is no class makes NaN: callers check
+    labels on all ranks before."""
     return _CrossEntropy.apply(logits, target, weight, terms, reduction, part)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, weight, terms, reduction, part):
-        if not torch.compiler.is_compiling():
-            check_labels(target, part.classes, terms.ignore_index)
         losses, lse = token_losses(logits, target, weight, terms, part)
         divisors = divisors_of(target, weight, terms.ignore_index, part.classes, lse.dtype, reduction)
         ctx.save_for_backward(logits, target, weight, lse, divisors)

@@ -1,77 +1,22 @@
 """linear_cross_entropy with the weight's classes spread over the ranks of a group; see `vocabulary`."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import floating
 from tilesmith.engine.memory import computed_in
 from tilesmith.ops.gemm.products import add_weight_gradient, bias_gradient, product
-from tilesmith.ops.loss import checks
 from tilesmith.ops.loss.chunk_sizes import FEWEST_TOKENS, budget
 from tilesmith.ops.loss.chunked import cross_entropy as chunked
-from tilesmith.ops.loss.reduction import check_labels, divisors_of, reduce_losses, token_grads, undivided_token_grads
+from tilesmith.ops.loss.reduction import divisors_of, reduce_losses, token_grads, undivided_token_grads
 from tilesmith.ops.loss.reference import Terms
-from tilesmith.ops.loss.vocabulary import Part, exchange, logit_grads, part_of, refuse_double_backward, token_losses
-
-
-def vocab_parallel_linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    reduction: str = "mean",
-    chunk_tokens: int = 0,
-    accumulate_fp32: bool = True,
-    *,
-    group: Any = None,
-    classes: int | None = None,
-) -> Tensor:
-    """`linear_cross_entropy` of a weight [V, K] of which each rank of `group` holds the rows of its own classes.
-
-    x [..., K], target [...] and class_weight [V] are the same on every rank, and so is the loss; weight
-    [V / ranks, K] and bias [V / ranks] are the rank's own, as are their gradients. The gradient of x is summed over the
-    ranks. A chunk's logits and their gradient are in memory at a time. group, classes, what is exchanged and what
-    raises: see `vocab_parallel_cross_entropy`; the rest: see `linear_cross_entropy`.
-
-    A DTensor weight that is sharded by its first dim can be given to `linear_cross_entropy` itself.
-    """
-    name = "vocab_parallel_linear_cross_entropy"
-    for argument, value in (("x", x), ("weight", weight), ("bias", bias)):
-        if value is not None:
-            floating(name, argument, value)
-        if value is not None and value.device != x.device:
-            raise ValueError(f"{name}: {argument} is on {value.device}, x on {x.device}; move them to one device")
-    if x.ndim == 0:
-        raise ValueError(f"{name}: x has no dims; it must be [..., K]")
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{name}: weight has shape {tuple(weight.shape)}; for this x it must be [V / ranks, {x.shape[-1]}]"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}; it must be [{weight.shape[0]}]")
-    if chunk_tokens < 0:
-        raise ValueError(f"{name}: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
-    part = part_of(name, "weight", weight.shape[0], group, classes)
-    checks.check_tokens(name, "x", x, target)
-    checks.check_class_weight(name, "class_weight", class_weight, x, part.classes)
-    checks.check_terms(name, label_smoothing, z_loss, softcap, reduction)
-    terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
-    return linear_cross_entropy(
-        x, weight, target, bias, class_weight, terms, reduction, chunk_tokens, accumulate_fp32, part, sum_dx=True
-    )
+from tilesmith.ops.loss.vocabulary import Part, logit_grads, refuse_double_backward, token_losses
 
 
 class Call(NamedTuple):
-    """What is no tensor. mask: wanted gradients of x, weight, bias. sum_dx: whether x's is summed over the ranks."""
+    """What is no tensor. mask: wanted gradients of x, weight, bias."""
 
     terms: Terms
     reduction: str
@@ -79,7 +24,6 @@ class Call(NamedTuple):
     accumulate_fp32: bool
     mask: tuple[bool, ...]
     part: Part
-    sum_dx: bool
 
 
 def linear_cross_entropy(
@@ -93,14 +37,13 @@ def linear_cross_entropy(
     chunk_tokens: int,
     accumulate_fp32: bool,
     part: Part,
-    sum_dx: bool,
 ) -> Tensor:
-    """The loss, with its gradients, of a rank's rows of the weight. sum_dx: whether x's gradient is summed over ranks;
-    else it is the rank's share of it."""
+    """The loss, with its gradients, of a rank's rows of the weight; that of x is the rank's share. A label that is no
+    class makes NaN: callers check labels on all ranks before."""
     x = x.to(computed_in(x))
     grads = torch.is_grad_enabled()
     mask = tuple(grads and t is not None and t.requires_grad for t in (x, weight, bias))
-    call = Call(terms, reduction, chunk_tokens, accumulate_fp32, mask, part, sum_dx)
+    call = Call(terms, reduction, chunk_tokens, accumulate_fp32, mask, part)
     return _LinearCrossEntropy.apply(x, weight, target, bias, class_weight, call)
 
 
@@ -108,8 +51,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, bias, class_weight, call):
         terms, part, labels = call.terms, call.part, target.reshape(-1)
-        if not torch.compiler.is_compiling():
-            check_labels(target, part.classes, terms.ignore_index)
         acc = torch.promote_types(x.dtype, torch.float32)
         divisors = divisors_of(labels, class_weight, terms.ignore_index, part.classes, acc, call.reduction)
         # for "none" only the backward knows the tokens' weights
@@ -146,8 +87,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             grads = [chunked.STEPS.scale(grad, dloss, divisors, dtype) for grad, dtype in zip(sums, dtypes)]
         dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, call.mask))
-        if call.sum_dx and dx is not None:
-            dx = exchange(dx, "sum", call.part)
         return dx, dweight, None, dbias, None, None
 
 
@@ -162,7 +101,7 @@ class Gradients:
         self.shape = x.shape if mask[0] else self.dx.shape
         self.dweight = weight.new_zeros(weight.shape if mask[1] else 0, dtype=acc if wide else x.dtype)
         self.dbias = weight.new_zeros(weight.shape[0] if mask[2] else 0, dtype=acc)
-        row = max(1, weight.shape[0]) * x.element_size()
+        row = call.part.most * x.element_size()  # each chunk is an exchange, so all ranks cut tokens alike
         pieces = -(-self.x.shape[0] // max(budget(x.device) // row, FEWEST_TOKENS)) or 1
         self.size = call.chunk_tokens or max(1, -(-self.x.shape[0] // pieces))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.attn.triton.block_words import has_words, write_lists
+from tilesmith.ops.attn.triton.block_words import MOST_ROWS, write_lists
 
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
@@ -186,71 +186,6 @@ def _block_lists_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _entries_before(keep_ptr, first, rows, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """How many entries a table has in its columns before `first`."""
-    total = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        place = keep_ptr + row.to(tl.int64)[:, None] * row_stride
-        for left in range(0, first, COLUMNS):
-            column = left + tl.arange(0, COLUMNS)
-            inside = (row < rows)[:, None] & (column < first)[None, :]
-            here = tl.load(place + column.to(tl.int64)[None, :] * column_stride, mask=inside, other=0)
-            total += tl.sum(here.to(tl.int32), 1)
-    return tl.sum(total)
-
-
-@triton.jit
-def _counted_lists_kernel(
-    keep_ptr, counts_ptr, offsets_ptr, indices_ptr, offsets_t_ptr, indices_t_ptr, strides, lists, tables, rows, columns,
-    room, ROW_LINES: tl.constexpr, COLUMN_LINES: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
-    """As `_block_lists_kernel`, where it is known how many entries the rows of each table have: nobody waits for sums.
-    The programs of columns, which count those before them, come first. It serves the tables that `block_words` cannot
-    read: rows that are no multiple of four bytes, as of 33 blocks, or more than `MOST_ROWS` of them."""
-    by_rows, by_columns = tl.cdiv(rows, ROW_LINES), tl.cdiv(columns, COLUMN_LINES)
-    tiles = by_rows + by_columns
-    number = tl.program_id(0) // tiles
-    tile = tl.program_id(0) - number * tiles
-    keep_ptr += (number // lists).to(tl.int64) * strides[0] + (number % lists).to(tl.int64) * strides[1]
-    by_row = tile >= by_columns
-    tile = tl.where(by_row, tile - by_columns, tile)
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
-    each, earlier = 0, 0
-    for first in range(0, rows, 512):
-        row = first + tl.arange(0, 512)
-        many = tl.load(counts_ptr + row, mask=row < rows, other=0)
-        each += tl.sum(many)
-        earlier += tl.sum(tl.where(row < tile * ROW_LINES, many, 0))
-    base, entries = number * each, tables * each
-    if by_row:
-        line = tile * ROW_LINES + tl.arange(0, ROW_LINES)
-        own = tl.load(counts_ptr + line, mask=line < rows, other=0)
-        own_end = base + earlier + tl.cumsum(own)
-        _write_lines(
-            keep_ptr, own_end - own, own_end, offsets_ptr, indices_ptr, entries, number, tile, tables * by_rows, rows,
-            columns, strides[2], strides[3], room, ROW_LINES, BLOCK, FILL,
-        )  # fmt: skip
-    else:
-        column = tile * COLUMN_LINES + tl.arange(0, COLUMN_LINES)
-        place = keep_ptr + column.to(tl.int64)[:, None] * strides[3]
-        count = tl.zeros((COLUMN_LINES,), tl.int32)
-        for first in range(0, rows, 256):  # what is only added up comes in few loads
-            across = first + tl.arange(0, 256)
-            inside = (column < columns)[:, None] & (across < rows)[None, :]
-            here = tl.load(place + across.to(tl.int64)[None, :] * strides[2], mask=inside, other=0)
-            count += tl.sum(here.to(tl.int32), 1)
-        before = _entries_before(keep_ptr, tile * COLUMN_LINES, rows, strides[2], strides[3], 256, 128)
-        end = base + before + tl.cumsum(count)
-        _write_lines(
-            keep_ptr, end - count, end, offsets_t_ptr, indices_t_ptr, entries, number, tile, tables * by_columns,
-            columns, rows, strides[3], strides[2], room, COLUMN_LINES, BLOCK, FILL,
-        )  # fmt: skip
-
-
 def _select_reasons(call) -> list[str]:
     reasons = []
     if call.scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -292,7 +227,7 @@ def block_lists(
     keep: Tensor, room: int, counts: Tensor | None = None, *, config: Mapping[str, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Programs of rows and of columns count, PyTorch adds up, and programs of both write their lists. With the counts
-    of rows nothing has to be added up; then `block_words` reads four columns at a time where a row is whole words."""
+    of rows nothing has to be added up; then `block_words` reads four columns at a time."""
     return listed(keep, room, counts, config["num_warps"])
 
 
@@ -318,14 +253,8 @@ def listed(
         "offsets_ptr": offsets, "indices_ptr": indices, "offsets_t_ptr": offsets_t, "indices_t_ptr": indices_t,
         "room": room, "FILL": 256,
     }  # fmt: skip
-    if row_counts is not None and keep.numel() < 1 << 30:
-        row_counts = row_counts.contiguous()
-        if has_words(dense):
-            write_lists(dense, row_counts, out)
-        else:
-            launch(
-                _counted_lists_kernel, grid, keep_ptr=dense, counts_ptr=row_counts, **out, **sizes, **chained(device)
-            )
+    if row_counts is not None and rows <= MOST_ROWS and keep.numel() < 1 << 30:
+        write_lists(dense, row_counts.contiguous(), out)
         return offsets, indices, offsets_t, indices_t
     counts = torch.empty(tables * (rows + columns), dtype=torch.int32, device=device)
     launch(_block_counts_kernel, grid, keep_ptr=dense, counts_ptr=counts, **sizes)
