@@ -166,16 +166,18 @@ def test_a_reservation_waits_until_its_memory_was_read(ranks):
     """The exchange before last had it, and its reader is late."""
 
     def work(rank, memory, gather):
-        if rank == 1:
-            time.sleep(SHORT)
         found = []
         for i in range(6):
             sent, into = _tensors(i), _tensors(-1)
-            mine = memory.reserve(ONE_WAY, _kinds(sent)) if i > 1 and rank == 0 else None
+            if rank == 1:
+                time.sleep(SHORT / 4)
+                _moved(memory, ONE_WAY, sent, into, gather)
+                found.append(into)
+                continue
+            mine = memory.reserve(ONE_WAY, _kinds(sent)) if i > 1 else None
             for x in mine or ():
                 copied(x, torch.full_like(x, i + 1.0))
-            _moved(memory, ONE_WAY, sent if mine is None else _by_token(mine), into if rank else [], gather)
-            found.append(into)
+            memory.move(ONE_WAY, sent if mine is None else _by_token(mine), [], "keys", TIMEOUT, gather)
         synchronize()
         return [x.unique().tolist() for (x,) in found]
 
@@ -184,16 +186,19 @@ def test_a_reservation_waits_until_its_memory_was_read(ranks):
 
 def test_a_reservation_that_is_not_used_holds_nobody_up_and_spoils_nothing(ranks):
     """As where a call fails; the next exchange may be another stream's."""
-    held_up = threading.Event()
 
     def work(rank, memory, gather):
-        (mine,), into = memory.reserve(BOTH, _kinds(_tensors(rank))), torch.zeros(8, 1, 2, 3)
-        current().do(lambda: held_up.wait(TIMEOUT))
-        copied(mine, torch.full_like(mine, 9.0))
-        with within(Stream()):
-            _moved(memory, BOTH, _tensors(rank), [into], gather)
-            threading.Timer(0.3, held_up.set).start()
-            synchronize()
+        into = torch.zeros(8, 1, 2, 3)
+        if rank == 1:
+            time.sleep(SHORT)
+            _moved(memory, BOTH, _tensors(1), [into], gather)
+        else:
+            (mine,) = memory.reserve(BOTH, _kinds(_tensors(0)))
+            current().do(lambda: time.sleep(SHORT / 2))
+            copied(mine, torch.full_like(mine, 9.0))
+            with within(Stream()):
+                _moved(memory, BOTH, _tensors(0), [into], gather)
+        synchronize()
         return bool((into == 2.0 - rank).all())
 
     assert ranks(2, work) == [True, True]
