@@ -16,6 +16,7 @@ from tilesmith.distributed.peer_memory import _Exchange, _pack
 from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
+from tilesmith.distributed.sums import Sum
 from tilesmith.distributed.travel import parcels
 
 CAUSAL = ops.Mask(causal=True)
@@ -331,6 +332,37 @@ def test_a_stage_is_tiled_where_each_key_is_in_one_call(size, steps):
                         assert stage.tiled[r] == (len(used) > 0 and bool((used == 1).all()))
                         found.add((stage.tiled[r], len(stage.calls[r]) > 1))
     assert (True, True) in found and {tiled for tiled, _ in found} == {True, False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("many", [1, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_sum_has_the_bits_of_additions_one_after_another(dtype, many, given):
+    """Also in memory that was given, of parts that lie one after another, and where the last addition rounds."""
+    like = [torch.randn(2, 3, 20, 8, dtype=torch.bfloat16) for _ in range(many)]
+    whole, part, came = ([torch.randn(2, 3, n, 8, dtype=dtype) for _ in range(many)] for n in (20, 7, 9))
+    memory = [torch.full(x.shape, float("nan"), dtype=dtype) for x in like]
+    expected = [x.float().clone() for x in whole]
+    for total, x, y in zip(expected, part, came):
+        total[:, :, 4:11] += x
+        total[:, :, 2:6] += y[:, :, :4]
+        total[:, :, 5:10] += y[:, :, 4:]
+    sums = [Sum(like, 4, dtype, False, (lambda: memory) if given else None) for _ in range(2)]
+    into = [torch.zeros_like(x) for x in like]
+    for one in sums:
+        one.add([x.clone() for x in whole], 0)
+        one.add(part, 4)
+        one.add_runs(came, (0, 2, 4, 4, 5, 5), last=True)
+        assert one.given == (given and dtype == torch.float32)  # else the sum has another dtype than its parts
+        if one is sums[0]:
+            assert all(torch.equal(x, y.bfloat16()) for x, y in zip(one.total(torch.bfloat16), expected))
+    sums[1].write(into)
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(into, expected))
+    tiles = Sum(like, 2, dtype, True, (lambda: memory) if given else None)
+    for low in (7, 0):
+        tiles.add([x[:, :, low : low + (13 if low else 7)] for x in whole], low)
+    assert all(torch.equal(x, y) for x, y in zip(tiles.total(dtype), whole))
+    assert not given or tiles.values is memory
 
 
 def test_joined_runs_still_bring_every_token():

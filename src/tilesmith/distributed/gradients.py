@@ -81,9 +81,7 @@ def _partial(work: Work, shards: Shards, shared: Mapping[int, bool]) -> dict[int
 
 def _sums_of_keys(work: Work, shards: Shards, kinds: Mapping[int, _Kind], times: int) -> dict[int, Sum]:
     """Those of dk and dv, to which each stage adds so many times."""
-    return {
-        r: Sum(tensors[1:], times * work.schedule.sums(r).parts, kinds[r].dtype) for r, tensors in shards.items()
-    }
+    return {r: Sum(tensors[1:], times * work.schedule.sums(r).parts, kinds[r].dtype) for r, tensors in shards.items()}
 
 
 class _Part:

@@ -57,8 +57,8 @@ class CannotShare(RuntimeError):
 
 
 class _Places(NamedTuple):
-    """Memory of an exchange in one slot. mine: what others read of this rank's tensors, [B, heads, T, D]. reads: of each rank that this
-    one reads, its runs: (which tensor, first place in it, tokens, memory). sources: these ranks."""
+    """Memory of an exchange in one slot. mine: what others read of this rank's tensors, [B, heads, T, D]. reads: of
+    each rank that this one reads, its runs: (which tensor, first place in it, tokens, memory). sources: these ranks."""
 
     mine: Sequence[Tensor]
     reads: Sequence[tuple[int, Sequence[tuple[int, int, int, Tensor]]]]

@@ -59,10 +59,10 @@ def backends_of(op: Op) -> list[str]:
 
 def check(op: Op, backend: str, case: Case, device: torch.device | str, dtype: torch.dtype) -> Result:
     """One kernel on one case against the fp64 oracle: what `check_each` says of it."""
-    return next(check_each(op, (backend,), case, device, dtype))
+    return next(checkeach_output(op, (backend,), case, device, dtype))
 
 
-def check_each(
+def checkeach_output(
     op: Op,
     backends: Sequence[str],
     case: Case,
@@ -162,7 +162,7 @@ def outputs_and_gradients(op: Op, args: tuple) -> dict[str, Tensor]:
     leaves = {n: a for n, a in zip(op.parameters, args) if isinstance(a, Tensor) and a.requires_grad}
     if op.mutates:
         args = tuple(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, args))
-    outs = _each(op(*args))
+    outs = each_output(op(*args))
     named = dict(zip(op.outputs, outs))
     named |= {f"{n} (written)": a for n, a in zip(op.parameters, args) if n in op.mutates}
     named |= _gradients([o for o in outs if o.requires_grad], leaves)
@@ -180,14 +180,14 @@ def oracle(op: Op, args: tuple) -> dict[str, Tensor]:
     dtype = torch.float32 if narrow else torch.float64
     wide = tuple(_wide(a, n in op.mutates, dtype) for n, a in zip(op.parameters, args))
     leaves = {n: a for n, a in zip(op.parameters, wide) if isinstance(a, Tensor) and a.requires_grad}
-    outs = _each(op.reference(*wide))[: op.public]
+    outs = each_output(op.reference(*wide))[: op.public]
     named = dict(zip(op.outputs, outs))
     named |= {f"{n} (written)": a for n, a in zip(op.parameters, wide) if n in op.mutates}
     named |= _gradients([o for o in outs if o.requires_grad], leaves)
     return {n: t.detach() for n, t in named.items()}
 
 
-def _each(outs: Any) -> tuple[Tensor, ...]:
+def each_output(outs: Any) -> tuple[Tensor, ...]:
     """The outputs of a call; none of an op that writes its arguments alone."""
     if outs is None:
         return ()
