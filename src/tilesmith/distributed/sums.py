@@ -224,7 +224,7 @@ def run(x: Tensor, low: int, high: int) -> Tensor:
 
 def pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """One tensor or two, as ops of two take them: beside one alone its first 0 columns."""
-    return (tensors[0], tensors[0][..., :0]) if len(tensors) == 1 else (tensors[0], tensors[1])
+    return (tensors[0], tensors[0].narrow(3, 0, 0)) if len(tensors) == 1 else (tensors[0], tensors[1])
 
 
 def _no_keys(q: Tensor) -> Tensor:
