@@ -12,7 +12,7 @@ from tilesmith import ops
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
-from tilesmith.distributed.peer_memory import _Exchange, _pack
+from tilesmith.distributed.peer_memory import _Exchange, _pack, kinds_of
 from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
@@ -292,8 +292,7 @@ def test_places_in_shared_memory(starts, mask, degree):
         def view(rank, slot, start, shape, dtype, memory=memory):
             return memory.setdefault((rank, slot, start), torch.full(shape, float("nan"), dtype=dtype))
 
-        kinds = {r: [(x.shape, x.dtype) for x in tensors] for r, tensors in sent.items()}
-        exchanges = [_Exchange(moves, r, kinds[r]) for r in range(size)]
+        exchanges = [_Exchange(moves, r, kinds_of(sent[r])) for r in range(size)]
         assert len({exchange.need for exchange in exchanges}) == 1
         for slot in (0, 1):
             each = [exchange.placed(slot, view) for exchange in exchanges]

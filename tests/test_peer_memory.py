@@ -130,10 +130,6 @@ def test_a_driver_without_waits_is_told_before_anything_waits(ranks, monkeypatch
         assert "rank 0 cannot let streams wait for memory: RuntimeError: cuStreamWaitValue32 gave" in str(problem)
 
 
-def _kinds(tensors):
-    return [(tuple(x.shape), x.dtype) for x in tensors]
-
-
 def _by_token(tensors):
     return [x.permute(2, 0, 1, 3) for x in tensors]
 
@@ -149,7 +145,7 @@ def test_what_is_written_into_a_reservation_is_sent_without_a_copy(ranks, monkey
         found = []
         for i in range(4):
             into = [torch.zeros(8, 2, 3, d) for d in (4, 1)]
-            mine = memory.reserve(BOTH, _kinds(into))
+            mine = memory.reserve(BOTH, peer_memory.kinds_of(into))
             for x in mine:
                 copied(x, torch.full_like(x, 10.0 * i + rank))
             _moved(memory, BOTH, _by_token(mine), into, gather)
@@ -174,7 +170,7 @@ def test_a_reservation_waits_until_its_memory_was_read(ranks):
                 _moved(memory, ONE_WAY, sent, into, gather)
                 found.append(into)
                 continue
-            mine = memory.reserve(ONE_WAY, _kinds(sent)) if i > 1 else None
+            mine = memory.reserve(ONE_WAY, peer_memory.kinds_of(sent)) if i > 1 else None
             for x in mine or ():
                 copied(x, torch.full_like(x, i + 1.0))
             memory.move(ONE_WAY, sent if mine is None else _by_token(mine), [], "keys", TIMEOUT, gather)
@@ -193,7 +189,7 @@ def test_a_reservation_that_is_not_used_holds_nobody_up_and_spoils_nothing(ranks
             time.sleep(SHORT)
             _moved(memory, BOTH, _tensors(1), [into], gather)
         else:
-            (mine,) = memory.reserve(BOTH, _kinds(_tensors(0)))
+            (mine,) = memory.reserve(BOTH, peer_memory.kinds_of(_tensors(0)))
             current().do(lambda: time.sleep(SHORT / 2))
             copied(mine, torch.full_like(mine, 9.0))
             with within(Stream()):
@@ -211,10 +207,10 @@ def test_nothing_is_reserved_where_memory_will_change_or_not_all_is_sent(ranks, 
 
     def work(rank, memory, gather):
         whole = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 2000)])
-        before = memory.reserve(whole, _kinds(large))
+        before = memory.reserve(whole, peer_memory.kinds_of(large))
         _moved(memory, whole, large, [torch.zeros(2000, 1, 1, 1)], gather)
-        after = memory.reserve(whole, _kinds(large))
-        return before is None, after is None, memory.reserve(some, _kinds(large)) is None
+        after = memory.reserve(whole, peer_memory.kinds_of(large))
+        return before is None, after is None, memory.reserve(some, peer_memory.kinds_of(large)) is None
 
     assert ranks(2, work) == [(True, False, True)] * 2
 

@@ -150,7 +150,7 @@ class PeerMemory:
         Raises CannotShare where memory is too small and cannot grow, RingError where a rank was lost."""
         if self._watch.broken:
             raise RingError(self._watch.broken)
-        exchange = self._exchange(moves, [(x.shape, x.dtype) for x in sent])
+        exchange = self._exchange(moves, kinds_of(sent))
         if exchange.need > MOST:
             return None
         if exchange.need > self._bytes:
@@ -210,7 +210,7 @@ class PeerMemory:
 
     def need(self, moves: Moves, sent: Sequence[Tensor]) -> int:
         """Bytes of a slot that an exchange takes."""
-        return self._exchange(moves, [(x.shape, x.dtype) for x in sent]).need
+        return self._exchange(moves, kinds_of(sent)).need
 
     @property
     def idle(self) -> bool:
@@ -307,6 +307,11 @@ def _lost(
 ) -> str:  # fmt: skip
     said = told(group(), rank, size, step, peer, problem, waited, limit)
     return f"{said}; what depends on it is NaN, and this group serves no other call"
+
+
+def kinds_of(sent: Sequence[Tensor]) -> list[Kind]:
+    """Of tensors [T, B, heads, D]."""
+    return [(x.shape, x.dtype) for x in sent]
 
 
 def _pack(sent: Sequence[Tensor], mine: Sequence[Tensor], runs: Sequence[int]) -> None:
