@@ -59,10 +59,10 @@ def backends_of(op: Op) -> list[str]:
 
 def check(op: Op, backend: str, case: Case, device: torch.device | str, dtype: torch.dtype) -> Result:
     """One kernel on one case against the fp64 oracle: what `check_each` says of it."""
-    return next(checkeach_output(op, (backend,), case, device, dtype))
+    return next(check_each(op, (backend,), case, device, dtype))
 
 
-def checkeach_output(
+def check_each(
     op: Op,
     backends: Sequence[str],
     case: Case,
