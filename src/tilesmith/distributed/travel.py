@@ -58,7 +58,8 @@ class Work(NamedTuple):
         reserve = getattr(self.ring, "reserve", None)
         if reserve is None:
             return None
-        return reserve(moves.back, [(tuple(by_token(x).shape), dtype) for x in like])
+        each = (x.shape for x in like)
+        return reserve(moves.back, [((tokens, batch, heads, dim), dtype) for batch, heads, tokens, dim in each])
 
     @property
     def comparing(self) -> bool:
