@@ -170,6 +170,11 @@ def copied(into, x):
     current().do(lambda: into.copy_(x))
 
 
+def packed(sent, mine, runs, pack=peer_memory._pack):
+    """`peer_memory._pack` on the current stream."""
+    current().do(lambda: pack(sent, mine, runs))
+
+
 def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "host", gpu=None):
     """work(rank, memory of the rank, gather), in a thread for each rank; what each returned or raised. gpu: the device
     whose own streams, and whose driver, all ranks use."""
@@ -182,6 +187,7 @@ def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "
         monkeypatch.setattr(peer_memory, "driver", lambda: world)
         monkeypatch.setattr(peer_memory, "_identity", identity)
         monkeypatch.setattr(peer_memory, "_copy", copied)
+        monkeypatch.setattr(peer_memory, "_pack", packed)
     ask = {"get_rank": lambda group: group.rank, "get_world_size": lambda group: size}
     monkeypatch.setattr(peer_memory, "dist", types.SimpleNamespace(**ask))
     found = [None] * size

@@ -12,10 +12,11 @@ from tilesmith import ops
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
-from tilesmith.distributed.peer_memory import _Exchange
+from tilesmith.distributed.peer_memory import _Exchange, _pack, kinds_of
 from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
+from tilesmith.distributed.sums import Sum
 from tilesmith.distributed.travel import parcels
 
 CAUSAL = ops.Mask(causal=True)
@@ -278,6 +279,7 @@ def test_places_in_shared_memory(starts, mask, degree):
     if degree > 1:
         lists += [plan.q_moves, plan.q_moves.back]
     assert lists
+    gaps = set()
     for moves in lists:
         places = [max((m.at + m.tokens for m in moves if m.source == r), default=0) for r in range(size)]
         rooms = [max((m.to + m.tokens for m in moves if m.target == r), default=0) for r in range(size)]
@@ -290,15 +292,18 @@ def test_places_in_shared_memory(starts, mask, degree):
         def view(rank, slot, start, shape, dtype, memory=memory):
             return memory.setdefault((rank, slot, start), torch.full(shape, float("nan"), dtype=dtype))
 
-        exchanges = [_Exchange(moves, r, sent[r]) for r in range(size)]
+        exchanges = [_Exchange(moves, r, kinds_of(sent[r])) for r in range(size)]
         assert len({exchange.need for exchange in exchanges}) == 1
         for slot in (0, 1):
             each = [exchange.placed(slot, view) for exchange in exchanges]
             assert each[0] is exchanges[0].placed(slot, view)
             for r in range(size):
-                low, high = exchanges[r].span
-                for x, mine in zip(sent[r], each[r].mine):
-                    mine.copy_(x[low:high])
+                if exchanges[r].readers:
+                    _pack(sent[r], each[r].mine, exchanges[r].runs)
+                    low, high = exchanges[r].span
+                    unread = high - low - sum(exchanges[r].runs[2::3])  # what lies between runs is not copied
+                    assert all(mine[0, 0, :, 0].isnan().sum() == unread for mine in each[r].mine)
+                    gaps.add(unread > 0)
             for r in range(size):
                 for _, runs in each[r].reads:
                     for i, to, tokens, there in runs:
@@ -309,6 +314,7 @@ def test_places_in_shared_memory(starts, mask, degree):
                         take[move.to : move.to + move.tokens].copy_(give[move.at : move.at + move.tokens, :, some])
             for r in range(size):
                 assert all(torch.equal(x, y) for x, y in zip(into[0][r], into[1][r]))
+    assert True in gaps or len(starts) == 2 or mask.left < 10
 
 
 @pytest.mark.parametrize("size, steps", [(2, False), (4, False), (4, True)])
@@ -325,6 +331,37 @@ def test_a_stage_is_tiled_where_each_key_is_in_one_call(size, steps):
                         assert stage.tiled[r] == (len(used) > 0 and bool((used == 1).all()))
                         found.add((stage.tiled[r], len(stage.calls[r]) > 1))
     assert (True, True) in found and {tiled for tiled, _ in found} == {True, False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("many", [1, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_sum_has_the_bits_of_additions_one_after_another(dtype, many, given):
+    """Also in memory that was given, of parts that lie one after another, and where the last addition rounds."""
+    like = [torch.randn(2, 3, 20, 8, dtype=torch.bfloat16) for _ in range(many)]
+    whole, part, came = ([torch.randn(2, 3, n, 8, dtype=dtype) for _ in range(many)] for n in (20, 7, 9))
+    memory = [torch.full(x.shape, float("nan"), dtype=dtype) for x in like]
+    expected = [x.float().clone() for x in whole]
+    for total, x, y in zip(expected, part, came):
+        total[:, :, 4:11] += x
+        total[:, :, 2:6] += y[:, :, :4]
+        total[:, :, 5:10] += y[:, :, 4:]
+    sums = [Sum(like, 4, dtype, False, (lambda: memory) if given else None) for _ in range(2)]
+    into = [torch.zeros_like(x) for x in like]
+    for one in sums:
+        one.add([x.clone() for x in whole], 0)
+        one.add(part, 4)
+        one.add_runs(came, (0, 2, 4, 4, 5, 5), last=True)
+        assert one.given == (given and dtype == torch.float32)  # else the sum has another dtype than its parts
+        if one is sums[0]:
+            assert all(torch.equal(x, y.bfloat16()) for x, y in zip(one.total(torch.bfloat16), expected))
+    sums[1].write(into)
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(into, expected))
+    tiles = Sum(like, 2, dtype, True, (lambda: memory) if given else None)
+    for low in (7, 0):
+        tiles.add([x[:, :, low : low + (13 if low else 7)] for x in whole], low)
+    assert all(torch.equal(x, y) for x, y in zip(tiles.total(dtype), whole))
+    assert not given or tiles.values is memory
 
 
 def test_joined_runs_still_bring_every_token():

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from op_runs import DEVICE, DIFFERENTIABLE, NAMES, arguments_of, cotangents_of, kernels_of
 from tilesmith.engine import Op, T, cases, ops, use
-from tilesmith.validate.cases import outputs_and_gradients, pins_of
+from tilesmith.validate.cases import each_output, outputs_and_gradients, pins_of
 
 
 def _thinned(a):
@@ -62,8 +62,7 @@ def test_strides_have_no_bearing(name, case, lay_out):
         given = [finish(a) if isinstance(a, Tensor) else a for a in laid]
         leaves = [g.requires_grad_() for g, a in zip(given, args) if isinstance(a, Tensor) and a.requires_grad]
         with use(**pins_of(op, backend)):
-            outs = op(*given)
-            outs = outs if isinstance(outs, tuple) else (outs,)
+            outs = each_output(op(*given))
             cotangents = [finish(lay_out(c)) for c in cotangents_of(outs)]
             public = [o for o in outs if o.requires_grad]
             grads = torch.autograd.grad(public, leaves, cotangents, allow_unused=True) if public else ()

@@ -7,11 +7,12 @@ import time
 import pytest
 import torch
 
+import peer_ranks
 import tilesmith.distributed.peer_memory as peer_memory
 import tilesmith.distributed.ring as ring_module
 import tilesmith.distributed.transport as transport_module
 import tilesmith.distributed.watch as watch
-from peer_ranks import TIMEOUT, World, copied, current, run, synchronize
+from peer_ranks import TIMEOUT, Stream, World, copied, current, packed, run, synchronize, within
 from tilesmith import ops
 from tilesmith.distributed import Layout, LocalRing, ProcessGroupRing, RingError, context_parallel_attention
 from tilesmith.distributed.schedule import Moves, Transfer
@@ -127,6 +128,91 @@ def test_a_driver_without_waits_is_told_before_anything_waits(ranks, monkeypatch
     for problem in ranks(2, lambda *_: None):
         assert isinstance(problem, peer_memory.CannotShare)
         assert "rank 0 cannot let streams wait for memory: RuntimeError: cuStreamWaitValue32 gave" in str(problem)
+
+
+def _by_token(tensors):
+    return [x.permute(2, 0, 1, 3) for x in tensors]
+
+
+ONE_WAY = Moves([Transfer(0, 1, 0, 0, 8)])
+
+
+def test_what_is_written_into_a_reservation_is_sent_without_a_copy(ranks, monkeypatch):
+    packs = []
+    monkeypatch.setattr(peer_ranks, "packed", lambda *given: packs.append(given))
+
+    def work(rank, memory, gather):
+        found = []
+        for i in range(4):
+            into = [torch.zeros(8, 2, 3, d) for d in (4, 1)]
+            mine = memory.reserve(BOTH, peer_memory.kinds_of(into))
+            for x in mine:
+                copied(x, torch.full_like(x, 10.0 * i + rank))
+            _moved(memory, BOTH, _by_token(mine), into, gather)
+            synchronize()
+            found.append([x.unique().tolist() for x in into])
+        return found
+
+    for rank, found in enumerate(ranks(2, work)):
+        assert found == [[[10.0 * i + 1 - rank]] * 2 for i in range(4)]
+    assert not packs
+
+
+def test_a_reservation_waits_until_its_memory_was_read(ranks):
+    """The exchange before last had it, and its reader is late."""
+
+    def work(rank, memory, gather):
+        found = []
+        for i in range(6):
+            sent, into = _tensors(i), _tensors(-1)
+            if rank == 1:
+                time.sleep(SHORT / 4)
+                _moved(memory, ONE_WAY, sent, into, gather)
+                found.append(into)
+                continue
+            mine = memory.reserve(ONE_WAY, peer_memory.kinds_of(sent)) if i > 1 else None
+            for x in mine or ():
+                copied(x, torch.full_like(x, i + 1.0))
+            memory.move(ONE_WAY, sent if mine is None else _by_token(mine), [], "keys", TIMEOUT, gather)
+        synchronize()
+        return [x.unique().tolist() for (x,) in found]
+
+    assert ranks(2, work)[1] == [[i + 1.0] for i in range(6)]
+
+
+def test_a_reservation_that_is_not_used_holds_nobody_up_and_spoils_nothing(ranks):
+    """As where a call fails; the next exchange may be another stream's."""
+
+    def work(rank, memory, gather):
+        into = torch.zeros(8, 1, 2, 3)
+        if rank == 1:
+            time.sleep(SHORT)
+            _moved(memory, BOTH, _tensors(1), [into], gather)
+        else:
+            (mine,) = memory.reserve(BOTH, peer_memory.kinds_of(_tensors(0)))
+            current().do(lambda: time.sleep(SHORT / 2))
+            copied(mine, torch.full_like(mine, 9.0))
+            with within(Stream()):
+                _moved(memory, BOTH, _tensors(0), [into], gather)
+        synchronize()
+        return bool((into == 2.0 - rank).all())
+
+    assert ranks(2, work) == [True, True]
+
+
+def test_nothing_is_reserved_where_memory_will_change_or_not_all_is_sent(ranks, monkeypatch):
+    monkeypatch.setattr(peer_memory, "LEAST", 256)
+    large = [torch.ones(2000, 1, 1, 1)]
+    some = Moves([Transfer(0, 1, 1, 0, 1000), Transfer(1, 0, 0, 0, 1)])
+
+    def work(rank, memory, gather):
+        whole = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 2000)])
+        before = memory.reserve(whole, peer_memory.kinds_of(large))
+        _moved(memory, whole, large, [torch.zeros(2000, 1, 1, 1)], gather)
+        after = memory.reserve(whole, peer_memory.kinds_of(large))
+        return before is None, after is None, memory.reserve(some, peer_memory.kinds_of(large)) is None
+
+    assert ranks(2, work) == [(True, False, True)] * 2
 
 
 # ranks that are lost ------------------------------------------------------------------------------------------------
@@ -359,9 +445,14 @@ class _Ring(ProcessGroupRing):
             raise InterruptedError
         return super().move(*given)
 
+    def reserve(self, *given):
+        found = super().reserve(*given)
+        synchronize()  # kernels of the CPU do not wait for streams
+        return found
+
     def wait(self, posted):
         super().wait(posted)
-        synchronize()  # kernels of the CPU do not wait for streams
+        synchronize()
 
 
 def _shards(tokens=32):
@@ -382,12 +473,17 @@ MODES = ("allgather", "ring", "ulysses")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_calls_through_memory_have_the_values_of_one_process(ranks, mode):
+def test_calls_through_memory_have_the_values_of_one_process(ranks, monkeypatch, mode):
+    """And copy what others read in one go: k and v in each pass, while gradients are where they travel from."""
+    packs = []
+
     def work(rank, memory, gather):
         mine, out = _call(rank, _Ring(rank, memory, gather, timeout=TIMEOUT), mode)
         return out.detach(), torch.autograd.grad(out.square().sum(), mine)
 
+    monkeypatch.setattr(peer_ranks, "packed", lambda *given, pack=packed: packs.append(given) or pack(*given))
     found = ranks(2, work)
+    assert mode == "ulysses" or len(packs) == 4
     layout, shards = _shards()
     outs, _ = context_parallel_attention(*shards, LocalRing(2), ops.Mask(causal=True), mode=mode, layout=layout)
     gradients = torch.autograd.grad(sum(x.square().sum() for x in outs), [x for each in shards for x in each])

@@ -10,6 +10,7 @@ import torch
 
 from peer_ranks import run
 from tilesmith.distributed import RingError
+from tilesmith.distributed.peer_memory import kinds_of
 from tilesmith.distributed.schedule import Moves, Transfer
 
 if not torch.cuda.is_available() or torch.version.hip:
@@ -41,6 +42,36 @@ def test_what_arrives_is_what_was_sent(monkeypatch):
         return all((x == 10 * (1 - rank) + i // 2 % 7).all() for i, x in enumerate(found))
 
     assert run(monkeypatch, 2, work, gpu=GPU) == [True, True]
+
+
+def test_runs_of_any_strides_and_what_is_written_into_a_reservation(monkeypatch):
+    """Keys by head in memory, of which others read two runs; sums of gradients that are made where they travel from."""
+    runs = Moves([Transfer(s, 1 - s, at, to, 900) for s in (0, 1) for at, to in ((100, 0), (3000, 900))])
+    whole = Moves([Transfer(0, 1, 0, 0, TOKENS), Transfer(1, 0, 0, 0, TOKENS)])
+
+    def work(rank, memory, gather):
+        found = []
+        for i in range(20):
+            heads = [torch.randn(1, 8, TOKENS, 72, device=GPU).bfloat16() + 10 * rank + i for _ in range(2)]
+            sent = [x.permute(2, 0, 1, 3) for x in heads]
+            into = [x.new_empty(1800, *x.shape[1:]) for x in sent]
+            memory.wait(memory.move(runs, sent, into, "keys", LONG, gather))
+            wide = [torch.empty(TOKENS, 1, 8, 72, device=GPU) for _ in range(2)]
+            mine = memory.reserve(whole, kinds_of(wide))
+            assert mine is not None or i == 0  # memory may have to grow first
+            sums = wide if mine is None else [x.permute(2, 0, 1, 3) for x in mine]
+            for x, y in zip(sums, sent):
+                x.copy_(y)
+            back = [torch.empty_like(x) for x in wide]
+            memory.wait(memory.move(whole, sums, back, "gradients of keys", LONG, gather))
+            found.append([x.clone() for x in (*sent, *into, *back)])
+        torch.cuda.synchronize()
+        return found
+
+    for one, other in zip(*run(monkeypatch, 2, work, gpu=GPU)):
+        for i in (0, 1):
+            there = torch.cat([other[i][100:1000], other[i][3000:3900]])
+            assert torch.equal(one[2 + i], there) and torch.equal(one[4 + i], other[i].float())
 
 
 @pytest.mark.parametrize("behind", [0, 3])

@@ -9,7 +9,7 @@ import torch
 from tilesmith.engine import cases, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import missing, triton_missing
-from tilesmith.validate.cases import pins_of
+from tilesmith.validate.cases import each_output, pins_of
 from tilesmith.validate.trial import _size
 
 if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
@@ -50,7 +50,7 @@ def _compared(op, args, case) -> bool:
         return False
     outs, shown = _shown(op, *args)
     assert shown == _named(forward), (case.name, str(forward))
-    outs = [o for o in (outs if isinstance(outs, tuple) else (outs,)) if o.requires_grad]
+    outs = [o for o in each_output(outs) if o.requires_grad]
     leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     backward = _explained(op, args, gradient=True) if outs and leaves and op.vjp is not None else None
     if backward is not None and backward.kernel.plans is not None:

@@ -73,6 +73,23 @@ def _scratch(q, plan):
     return [q.new_empty(buffer.bytes(q.itemsize), dtype=torch.uint8) for buffer in plan.scratch]
 
 
+class _Sharing(OneRank):
+    """Has memory, of which PyTorch does not know, for what is computed for other ranks."""
+
+    def __init__(self, size, rank, tokens, heads):
+        super().__init__(size, rank)
+        self.memory = torch.empty(2, 2 * tokens, 1, heads, 128, device="meta")
+
+    def post(self, parcels, step):
+        """Copied into that memory, if not written there."""
+        return []
+
+    def reserve(self, moves, kinds):
+        """Of keys and values."""
+        found = [x[: shape[0], :, : shape[2]] for x, (shape, _) in zip(self.memory, kinds)]
+        return [x.permute(1, 2, 0, 3) for x in found]
+
+
 @pytest.fixture(autouse=True)
 def nothing_kept():
     """Tests change what a call's preparation reads, as nothing else does."""
@@ -86,17 +103,17 @@ def hopper(monkeypatch):
     monkeypatch.setitem(KERNELS, "on hopper", _OnHopper())
 
 
-def _held(tokens, heads, kv_heads, size, rank, kernel="on hopper", mask=CAUSAL, **more):
+def _held(tokens, heads, kv_heads, size, rank, kernel="on hopper", mask=CAUSAL, shares=False, **more):
     """What a rank of a ring holds, in shards of keys and values: forward, beside q, k, v, out and lse, and backward,
     beside these, dout and the gradients; and at most in each pass, beside what it is given, in bytes."""
     made = (torch.empty(1, tokens, h, 128, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads, kv_heads))
     q, k, v = inputs = [x.transpose(1, 2).requires_grad_() for x in made]
-    with _Peak(*inputs) as forward:
-        out, lse = context_parallel_attention(
-            *inputs, OneRank(size, rank), mask, mode="ring", kernel=kernel, **more
-        )  # fmt: skip
+    ring = _Sharing(size, rank, tokens, kv_heads) if shares else OneRank(size, rank)
+    known = [ring.memory] if shares else []
+    with _Peak(*inputs, *known) as forward:
+        out, lse = context_parallel_attention(*inputs, ring, mask, mode="ring", kernel=kernel, **more)
     dout = torch.empty_like(out)
-    with _Peak(*inputs, out, lse, dout) as backward:
+    with _Peak(*inputs, out, lse, dout, *known) as backward:
         torch.autograd.grad(out, inputs, dout)
     own, shard = out.nbytes + lse.nbytes, k.nbytes + v.nbytes
     beside = (forward.bytes - own) / shard, (backward.bytes - q.nbytes - shard) / shard
@@ -124,6 +141,17 @@ def test_a_ring_holds_little_beside_its_shard(heads, kv_heads, size, ranks, leng
             peak = max(found[2 + i] for found in each)
             assert before is None or peak <= 2.05 * before[i], (i, tokens)
         before = [max(found[2 + i] for found in each) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("size, ranks", [(2, (0, 1)), (8, (0, 3, 7))])
+def test_a_ring_through_shared_memory_holds_no_more(heads, kv_heads, size, ranks, hopper):
+    """Beside that memory: though dq is rounded while gradients of keys travel."""
+    for tokens in (32768, 65536):
+        modelled = cost.ring_parts(_problem(tokens, heads, kv_heads, size), SM90).held
+        for rank in ranks:
+            found = _held(tokens, heads, kv_heads, size, rank, shares=True)
+            assert all(most <= bound for most, bound in zip(found, modelled)), (tokens, rank, found, modelled)
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)

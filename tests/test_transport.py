@@ -9,7 +9,7 @@ import tilesmith.distributed.explanation as explanation
 import tilesmith.distributed.transport as transport
 from tilesmith import ops
 from tilesmith.distributed import LocalRing, context_parallel_attention, explain_context_parallel
-from tilesmith.distributed.peer_memory import LEAST, MOST, _Exchange
+from tilesmith.distributed.peer_memory import LEAST, MOST, _Exchange, kinds_of
 from tilesmith.distributed.transport import SYMMETRIC, asked_for, choose
 from tilesmith.settings import read, settings
 
@@ -103,7 +103,7 @@ class _Counting(LocalRing):
     largest = asked_about = 0
 
     def move(self, moves, sent, into, step):
-        needs = [_Exchange(moves, r, sent[r]).need for r in moves.spans]
+        needs = [_Exchange(moves, r, kinds_of(sent[r])).need for r in moves.spans]
         self.largest = max([self.largest, *needs])
 
     def transport(self, device=None, need=0):

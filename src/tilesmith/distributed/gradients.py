@@ -1,12 +1,14 @@
 """Gradients of context-parallel attention on the ranks of this process, within what each of them holds of a sequence.
 
 A rank's gradients of keys are a sum of what it and others computed, in the order of the stages: its own first, then
-each stage's as they have come back, while the next stage's are computed.
+each stage's as they have come back, while the next stage's are computed. Those of others' keys are put where they
+travel from, where the ring has memory for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +42,10 @@ def gradients(
     dsinks = {r: _to_sum_of_sinks(work, r, results[r][1]) for r in shards}
     if len(parts) < 2:
         dkv = _sums_of_keys(work, shards, kinds, 1)
-        dq = _part(work, shards, results, terms, index, kinds, dkv, dsinks)
-        found = {r: [dq.pop(r).total(shards[r][0].dtype), *_rounded(dkv.pop(r), kinds[r], shared[r])] for r in shards}
+        dq = _Part(work, shards, results, terms, index, kinds, dkv, dsinks).run()
+        found = {}
+        for r, (_, k, _) in shards.items():
+            found[r] = [dq.pop(r), *dkv.pop(r).total(kinds[r].dtype if shared[r] else k.dtype)]
         return {r: [*found[r], _sinks(work, r, results[r], dsinks[r])] for r in shards}
     whole = {r: [torch.empty_like(x) for x in tensors] for r, tensors in shards.items()}
     for part in parts:
@@ -51,17 +55,11 @@ def gradients(
         if part == alike[0]:
             dkv = _sums_of_keys(work, mine, kinds, len(alike))
         sinks = {r: None if x is None else x[slice(*part.q)] for r, x in dsinks.items()}
-        dq = _part(work, mine, theirs, some, index, kinds, dkv, sinks)
-        for r in shards:
-            dq.pop(r).write(whole[r][0][:, slice(*part.q)])
-            if part == alike[-1]:
-                _write(dkv.pop(r), whole[r][1:], slice(*part.kv))
+        dq = {r: x[0][:, slice(*part.q)] for r, x in whole.items()}
+        _Part(work, mine, theirs, some, index, kinds, dkv, sinks, dq).run(part == alike[-1])
+        for r in shards if part == alike[-1] else ():
+            dkv.pop(r).write([x[:, slice(*part.kv)] for x in whole[r][1:]])
     return {r: [*whole[r], _sinks(work, r, results[r], dsinks[r])] for r in shards}
-
-
-def _write(sums: Sequence[Sum], whole: Sequence[Tensor], heads: slice) -> None:
-    for x, into in zip(sums, whole):
-        x.write(into[:, heads])
 
 
 class _Kind(NamedTuple):
@@ -81,66 +79,97 @@ def _partial(work: Work, shards: Shards, shared: Mapping[int, bool]) -> dict[int
     return found
 
 
-def _sums_of_keys(work: Work, shards: Shards, kinds: Mapping[int, _Kind], times: int) -> dict[int, list[Sum]]:
+def _sums_of_keys(work: Work, shards: Shards, kinds: Mapping[int, _Kind], times: int) -> dict[int, Sum]:
     """Those of dk and dv, to which each stage adds so many times."""
-    return {
-        r: [Sum(x, times * work.schedule.sums(r).parts, kinds[r].dtype) for x in tensors[1:]]
-        for r, tensors in shards.items()
-    }
+    return {r: Sum(tensors[1:], times * work.schedule.sums(r).parts, kinds[r].dtype) for r, tensors in shards.items()}
 
 
-def _rounded(dkv: Sequence[Sum], kind: _Kind, shared: bool) -> list[Tensor]:
-    return [x.total(kind.dtype if shared else x.like.dtype) for x in dkv]
+class _Part:
+    """The gradients of some of the heads, of the ranks of this process.
 
+    dkv: the sums of dk and dv, to which theirs are added; dsinks: likewise, of sinks. into: where dq is to be written;
+    None: it is made.
+    """
 
-def _part(
-    work: Work, shards: Shards, results: Results, terms: Mapping[int, Terms], index: dict[int, int],
-    kinds: Mapping[int, _Kind], dkv: Mapping[int, Sequence[Sum]], dsinks: Mapping[int, Tensor | None],
-) -> dict[int, Sum]:  # fmt: skip
-    """The sum of dq of each rank, for some of the heads; dk and dv are added to `dkv`, those of sinks to `dsinks`."""
-    sums = {r: Sum(q, work.schedule.sums(r).parts, kinds[r].dtype) for r, (q, _, _) in shards.items()}
-    returning: list[tuple[Any, Moves, Shards]] = []  # gradients of one stage's keys, on their way to their owners
+    def __init__(
+        self, work: Work, shards: Shards, results: Results, terms: Mapping[int, Terms], index: dict[int, int],
+        kinds: Mapping[int, _Kind], dkv: Mapping[int, Sum], dsinks: Mapping[int, Tensor | None],
+        into: Mapping[int, Tensor] | None = None,
+    ):  # fmt: skip
+        self.work, self.shards, self.results, self.terms, self.index = work, shards, results, terms, index
+        self.kinds, self.dkv, self.dsinks, self.into = kinds, dkv, dsinks, into
+        schedule = work.schedule
+        self.sums = {r: Sum([q], schedule.sums(r).parts, kinds[r].dtype) for r, (q, _, _) in shards.items()}
+        self.left = {r: sum(len(stage.calls[r]) for stage in schedule.stages) for r in shards}
+        self.dq: dict[int, Tensor] = {}
+        # gradients of one stage's keys, on their way to their owners
+        self.returning: list[tuple[Any, Moves, Shards]] = []
 
-    def land() -> None:
-        for posted, moves, arrived in returning:
-            work.ring.wait(posted)
-            for r, tensors in arrived.items():
-                for total, x in zip(dkv[r], map(by_head, tensors)):
-                    for low, high, at in moves.returning.get(r, ()):
-                        total.add(run(x, low, high), at)
-        returning.clear()
+    def run(self, last: bool = True) -> dict[int, Tensor]:
+        """dq of each rank. last: nothing is added to `dkv` after this."""
+        through(self.work, self.shards, self._compute, "keys for gradients")
+        self._finish(list(self.sums))
+        self._land(last)
+        return self.dq
 
-    def compute(stage: Stage, keys: Shards) -> None:
-        theirs = {}
-        for r, (q, _, _) in shards.items():
-            out, lse, dout, dlse = results[r]
-            into = dkv[r]
-            if stage.transfers:
-                into = [Sum(x, len(stage.calls[r]), kinds[r].dtype, stage.tiled[r]) for x in keys[r]]
-            counts = dsinks[r] is not None and not stage.transfers
-            sinks = terms[r].sinks.to(lse.dtype) if counts else None
-            for call in stage.calls[r]:
-                some = terms[r].of(call, stage.held[r], index[r], sinks)
-                index[r] += 1
-                slope = None if dlse is None else run(dlse, *call.span).contiguous()
-                found = work.kernel.backward(
-                    run(dout, *call.span), slope, *cut(call, q, *keys[r]), run(out, *call.span),
-                    run(lse, *call.span).contiguous(), call, some, kinds[r].adds,
-                )  # fmt: skip
-                for total, x, at in zip((sums[r], *into), found, (call.q, call.k, call.k)):
-                    total.add(x, at)
-                if counts:
-                    dsinks[r].add_(found[3])
-                del found, x  # not held beside those of the next call
-            theirs[r] = [x.total(kinds[r].dtype) for x in into] if stage.transfers else []
+    def _compute(self, stage: Stage, keys: Shards) -> None:
+        sums = {r: self._calls(stage, r, keys[r]) for r in self.shards}
+        ended = [r for r in self.sums if not self.left[r]]
+        # what travels from memory of PyTorch is held until it has arrived, beside what comes
+        self._finish([r for r in ended if not sums[r].given])
         if stage.transfers:
-            land()  # those of the stage before, which have travelled beside these calls
-            posted, arriving = post_back(work, stage.transfers, theirs, "gradients of keys")
-            returning.append((posted, stage.transfers, arriving))
+            self._land()  # those of the stage before, which have travelled beside these calls
+            theirs = {r: x.total(self.kinds[r].dtype) for r, x in sums.items()}
+            del sums
+            posted, arriving = post_back(self.work, stage.transfers, theirs, "gradients of keys")
+            self.returning.append((posted, stage.transfers, arriving))
+        self._finish([r for r in ended if r in self.sums])  # while these travel
 
-    through(work, shards, compute, "keys for gradients")
-    land()
-    return sums
+    def _calls(self, stage: Stage, r: int, keys: Sequence[Tensor]) -> Sum:
+        """Add what a rank's calls of a stage give; the sum of dk and dv."""
+        work, (q, _, _), kind = self.work, self.shards[r], self.kinds[r]
+        out, lse, dout, dlse = self.results[r]
+        into, terms = self.dkv[r], self.terms[r]
+        if stage.transfers:
+            memory = partial(work.reserve, stage.transfers, r, keys, kind.dtype)
+            into = Sum(keys, len(stage.calls[r]), kind.dtype, stage.tiled[r], memory)
+        counts = self.dsinks[r] is not None and not stage.transfers
+        sinks = terms.sinks.to(lse.dtype) if counts else None
+        for call in stage.calls[r]:
+            some = terms.of(call, stage.held[r], self.index[r], sinks)
+            self.index[r] += 1
+            self.left[r] -= 1
+            slope = None if dlse is None else run(dlse, *call.span).contiguous()
+            found = work.kernel.backward(
+                run(dout, *call.span), slope, *cut(call, q, *keys), run(out, *call.span),
+                run(lse, *call.span).contiguous(), call, some, kind.adds,
+            )  # fmt: skip
+            self.sums[r].add(found[:1], call.q, not self.left[r])
+            into.add(found[1:3], call.k)
+            if counts:
+                self.dsinks[r].add_(found[3])
+            del found  # not held beside those of the next call
+        return into
+
+    def _land(self, last: bool = False) -> None:
+        """Add what has come back. last: nothing is added after it."""
+        for posted, moves, arrived in self.returning:
+            self.work.ring.wait(posted)
+            for r, tensors in arrived.items():
+                runs = [n for low, high, at in moves.returning.get(r, ()) for n in (low, at, high - low)]
+                if runs:
+                    self.dkv[r].add_runs(list(map(by_head, tensors)), runs, last)
+        self.returning.clear()
+
+    def _finish(self, ranks: Sequence[int]) -> None:
+        """Round dq, to which nothing is added any longer."""
+        for r in ranks:
+            total = self.sums.pop(r)
+            if self.into is None:
+                self.dq[r] = total.total(self.shards[r][0].dtype)[0]
+            else:
+                self.dq[r] = self.into[r]
+                total.write([self.into[r]])
 
 
 def _to_sum_of_sinks(work: Work, rank: int, lse: Tensor) -> Tensor | None:

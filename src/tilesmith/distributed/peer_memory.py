@@ -6,6 +6,8 @@ attention keeps all multiprocessors, and posting costs the host a few calls in p
 are written and awaited by the streams themselves (`signals.py`); who waits in vain is let go on by a thread
 (`watch.py`).
 
+What a rank computes for others it may write there at once (`PeerMemory.reserve`), with nothing left to copy.
+
 Memory is symmetric memory of torch.distributed. It grows to what the largest exchange needs; exchanges above `MOST`
 bytes are left to NCCL.
 """
@@ -25,16 +27,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilesmith import ops
 from tilesmith.distributed.comparison import shortened
+from tilesmith.distributed.layout import joined
 from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.schedule import Moves, Transfer
 from tilesmith.distributed.signals import SLOTS, Signals, driver
+from tilesmith.distributed.sums import pair
 from tilesmith.distributed.watch import UnderWay, Watch
 from tilesmith.engine.torch_private import symmetric_memory
 
 LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
 _ALIGNED = 256  # bytes: where tensors of an exchange begin
 _KEPT = 64  # exchanges whose places are kept
+Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor that is sent: its shape [T, B, heads, D]
 Gather = Callable[[Any], list[Any]]  # all ranks' values of one object, by rank, over a channel of the hosts
 
 
@@ -51,8 +57,8 @@ class CannotShare(RuntimeError):
 
 
 class _Places(NamedTuple):
-    """Memory of an exchange in one slot. mine: what others read of this rank's tensors. reads: of each rank that this
-    one reads, its runs: (which tensor, first place in it, tokens, memory). sources: these ranks."""
+    """Memory of an exchange in one slot. mine: what others read of this rank's tensors, [B, heads, T, D]. reads: of
+    each rank that this one reads, its runs: (which tensor, first place in it, tokens, memory). sources: these ranks."""
 
     mine: Sequence[Tensor]
     reads: Sequence[tuple[int, Sequence[tuple[int, int, int, Tensor]]]]
@@ -60,24 +66,27 @@ class _Places(NamedTuple):
 
 
 class _Exchange:
-    """What an exchange is by its moves, and by shapes and dtypes of what is sent, [T, B, heads, D].
+    """What an exchange is by its moves, and by the kinds of what is sent.
 
     need: bytes of a slot. readers: the ranks that read this one's tensors, from the first to the last place of `span`.
-    moves: kept, since `PeerMemory` knows it by its id. places: by slot.
+    runs: what they read of it: (first place in the tensor, in the span, tokens) of each run, one after another. moves:
+    kept, since `PeerMemory` knows it by its id. places: by slot.
     """
 
-    def __init__(self, moves: Moves, rank: int, sent: Sequence[Tensor]):
+    def __init__(self, moves: Moves, rank: int, kinds: Sequence[Kind]):
         self.moves, self.rank = moves, rank
-        self._kinds = [(x.shape[1:], x.dtype) for x in sent]
+        self._kinds = [(shape[1:], dtype) for shape, dtype in kinds]
         self._starts = starts(moves, [prod(shape) * dtype.itemsize for shape, dtype in self._kinds])
         self.need = max((each[-1] for each in self._starts.values()), default=0)
         self.readers, self.span = moves.readers(rank), moves.spans.get(rank, (0, 0))
+        read = sorted((m.at, m.at + m.tokens) for m in moves if m.source == rank != m.target)
+        self.runs = [n for low, high in joined(read) for n in (low, low - self.span[0], high - low)]
         self.places: dict[int, _Places] = {}
 
     def placed(self, slot: int, view: Callable[..., Tensor]) -> _Places:
         """The places in a slot. view: makes a tensor of a rank's memory."""
         if slot not in self.places:
-            mine = self._whole(self.rank, slot, view) if self.readers else []
+            mine = [_by_head(x) for x in self._whole(self.rank, slot, view)] if self.readers else []
             reads = [(source, self._runs(source, moves, slot, view)) for source, moves in self.moves.reads(self.rank)]
             self.places[slot] = _Places(mine, reads, tuple(source for source, _ in reads))
         return self.places[slot]
@@ -113,6 +122,7 @@ class PeerMemory:
         self._count = self._bytes = 0
         self._handle: Any = None
         self._free: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._writer: Any = None  # the stream that a slot is reserved for
         self._under_way: dict[int, Arrival] = {}
         self._exchanges: dict[Any, _Exchange] = {}
         self._agree(lambda: _identity(device), "share", same=True)
@@ -140,7 +150,7 @@ class PeerMemory:
         Raises CannotShare where memory is too small and cannot grow, RingError where a rank was lost."""
         if self._watch.broken:
             raise RingError(self._watch.broken)
-        exchange = self._exchange(moves, sent)
+        exchange = self._exchange(moves, kinds_of(sent))
         if exchange.need > MOST:
             return None
         if exchange.need > self._bytes:
@@ -150,12 +160,11 @@ class PeerMemory:
         slot, turn = self._count % SLOTS, self._count & 0xFFFFFFFF
         here, signals = torch.cuda.current_stream(self._index), self._signals
         side = signals.side
-        if self._free[slot] is not None:
-            here.wait_event(self._free[slot])
+        self._take(slot, here)
         self._under_way.pop(slot, None)
         readers, places = exchange.readers, exchange.placed(slot, self._view)
-        for x, mine in zip(sent, places.mine):
-            _copy(mine, _run(x, *exchange.span))
+        if readers and sent[0].data_ptr() != places.mine[0].data_ptr():
+            _pack(sent, places.mine, exchange.runs)
         begun = here.record_event()
         side.wait_event(begun)
         with torch.cuda.stream(side):
@@ -179,9 +188,29 @@ class PeerMemory:
         )
         return arrival
 
+    def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
+        """Memory [B, heads, T, D] from which others will read in the next exchange, if it is of these moves and kinds:
+        what the current stream writes there until `move` need not be copied. None where that exchange needs other
+        memory, which it gets then, or sends less than the whole tensors."""
+        exchange = self._exchange(moves, kinds)
+        if self.broken or exchange.need > self._bytes or exchange.span != (0, kinds[0][0][0]):
+            return None
+        slot, here = (self._count + 1) % SLOTS, torch.cuda.current_stream(self._index)
+        self._take(slot, here)
+        self._writer = here
+        return exchange.placed(slot, self._view).mine
+
+    def _take(self, slot: int, here: Any) -> None:
+        """Let a stream wait until a slot is its own: nobody reads it, and no other stream writes it."""
+        if self._free[slot] is not None:
+            here.wait_event(self._free[slot])
+        if self._writer is not None and self._writer != here:  # of an exchange that never began
+            here.wait_event(self._writer.record_event())
+        self._writer = None
+
     def need(self, moves: Moves, sent: Sequence[Tensor]) -> int:
         """Bytes of a slot that an exchange takes."""
-        return self._exchange(moves, sent).need
+        return self._exchange(moves, kinds_of(sent)).need
 
     @property
     def idle(self) -> bool:
@@ -259,13 +288,13 @@ class PeerMemory:
             raise CannotShare("; ".join(failed))
         return made
 
-    def _exchange(self, moves: Moves, sent: Sequence[Tensor]) -> _Exchange:
-        key = id(moves), *((x.shape, x.dtype) for x in sent)
+    def _exchange(self, moves: Moves, kinds: Sequence[Kind]) -> _Exchange:
+        key = id(moves), *kinds
         found = self._exchanges.get(key)
         if found is None:
             if len(self._exchanges) >= _KEPT:
                 self._exchanges.pop(next(iter(self._exchanges)))
-            found = self._exchanges[key] = _Exchange(moves, self._rank, sent)
+            found = self._exchanges[key] = _Exchange(moves, self._rank, kinds)
         return found
 
     def _view(self, rank: int, slot: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -278,6 +307,22 @@ def _lost(
 ) -> str:  # fmt: skip
     said = told(group(), rank, size, step, peer, problem, waited, limit)
     return f"{said}; what depends on it is NaN, and this group serves no other call"
+
+
+def kinds_of(sent: Sequence[Tensor]) -> list[Kind]:
+    """Of tensors [T, B, heads, D]."""
+    return [(x.shape, x.dtype) for x in sent]
+
+
+def _pack(sent: Sequence[Tensor], mine: Sequence[Tensor], runs: Sequence[int]) -> None:
+    """Copy what others read, two tensors at a time, behind what the current stream does."""
+    for i in range(0, len(sent), 2):
+        ops.copy_runs(*pair([_by_head(x) for x in sent[i : i + 2]]), *pair(mine[i : i + 2]), runs)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[T, B, heads, D] as [B, heads, T, D]."""
+    return x.permute(1, 2, 0, 3)
 
 
 def _copy(into: Tensor, x: Tensor) -> None:

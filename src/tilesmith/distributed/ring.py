@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith.distributed.comparison import compare, nothing, refusal, refused
 from tilesmith.distributed.lost import RingError, told
-from tilesmith.distributed.peer_memory import Arrival, CannotShare, PeerMemory
+from tilesmith.distributed.peer_memory import Arrival, CannotShare, Kind, PeerMemory
 from tilesmith.distributed.schedule import Moves
 from tilesmith.distributed.signature import Signature, Signed
 from tilesmith.distributed.transport import SYMMETRIC, Transport, asked_for, choose, peers_of
@@ -62,7 +62,8 @@ class Ring(Protocol):
 
         A ring may also have `ask`, of the same arguments, which begins this and gives back a function that ends it.
         This process then works on its own tokens meanwhile, and posts nothing. And it may have `move`, of transfers
-        between all ranks and their tensors, in place of `post` where it returns something.
+        between all ranks and their tensors, in place of `post` where it returns something, with `reserve`, memory from
+        which the next move sends.
         """
 
 
@@ -205,6 +206,12 @@ class ProcessGroupRing:
                 heads = slice(None) if move.heads is None else slice(*move.heads)
                 take[move.to : move.to + move.tokens].copy_(give[move.at : move.at + move.tokens, :, heads])
         return arrival
+
+    def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
+        """Memory [B, heads, T, D] from which the next `move` sends, if it is of these moves: what is written there by
+        then need not be copied. kinds: shape by token and dtype of what will be sent. None where it will be copied."""
+        memory = self._peers.memory
+        return None if memory is None else memory.reserve(moves, kinds)
 
     @property
     def shares_memory(self) -> bool | None:

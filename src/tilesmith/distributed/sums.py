@@ -5,7 +5,7 @@ A part of a sum is fp32 where the kernel gives it so, and the sum is rounded onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tilesmith import ops
 from tilesmith.distributed.layout import Range, joined
 from tilesmith.distributed.pieces import Call, Overlap
 from tilesmith.ops.attn.reference import out_like
+from tilesmith.ops.attn.runs_reference import each_run
 
 NO_KEYS = float("-inf")  # lse of a row that sees no key
 SMALL = (torch.float16, torch.bfloat16)
@@ -127,39 +128,103 @@ class _Merged:
 
 
 class Sum:
-    """A gradient from several calls: in fp32 if it has more than two parts, else rounded once, by their addition.
-    tiled: the parts lie one after another and leave nothing out, so that none is added to another."""
+    """Gradients of one tensor or of two, from several calls: in fp32 if they have more than two parts, else rounded
+    once, by their addition.
 
-    def __init__(self, like: Tensor, parts: int, partial: torch.dtype, tiled: bool = False):
-        self.like, self.partial, self.value, self.tiled = like, partial, None, tiled
+    like: these tensors, [B, heads, T, D]. parts: how many there may be; partial: their dtype. tiled: the parts lie one
+    after another and leave nothing out, so that none is added to another. memory: gives memory of the partial dtype in
+    which the sum is to be, asked for when the first part has come; None, or where it gives None: PyTorch's.
+    """
+
+    def __init__(
+        self, like: Sequence[Tensor], parts: int, partial: torch.dtype, tiled: bool = False,
+        memory: Callable[[], Sequence[Tensor] | None] | None = None,
+    ):  # fmt: skip
+        self.like, self.partial, self.tiled, self._memory = like, partial, tiled, memory
         self.dtype = torch.float32 if partial in SMALL and parts > 2 else partial
+        self.values: Sequence[Tensor] | None = None
+        self.given = False  # whether the sum is in memory that was given
+        self._last: tuple[Sequence[Tensor], Sequence[int]] | None = None
 
-    def add(self, x: Tensor, at: int) -> None:
-        """Add x [B, heads, T, D] to the tokens from `at`."""
-        tokens = x.shape[2]
-        if self.value is None:
-            if tokens == self.like.shape[2]:
-                self.value = x if x.dtype == self.dtype else x.to(self.dtype)
-                return
-            make = torch.empty_like if self.tiled else torch.zeros_like
-            self.value = make(self.like, dtype=self.dtype)
-        place = run(self.value, at, at + tokens)
-        place.copy_(x) if self.tiled else place.add_(x)
+    def add(self, found: Sequence[Tensor], at: int, last: bool = False) -> None:
+        """Add the gradients of a call [B, heads, T, D] to the tokens from `at`. last: nothing is added after them."""
+        tokens = found[0].shape[2]
+        if self.values is None and self._begins(found, tokens):
+            return
+        if self.tiled:
+            _copy(found, self.values, at)
+        else:
+            self.add_runs(found, (0, at, tokens), last)
 
-    def total(self, dtype: torch.dtype) -> Tensor:
-        """The sum, zeros where nothing was added."""
-        if self.value is None:
-            return torch.zeros_like(self.like, dtype=dtype)
-        return self.value if self.value.dtype == dtype else self.value.to(dtype)
+    def add_runs(self, more: Sequence[Tensor], runs: Sequence[int], last: bool = False) -> None:
+        """Add runs of tokens, (from, to, tokens) of each. last: nothing is added after them; they are then kept until
+        the sum is rounded, in the same pass."""
+        if self.values is None:
+            self.values = [torch.zeros_like(x, dtype=self.dtype) for x in self.like]
+        if last:
+            self._last = more, runs
+            return
+        for total, x in zip(self.values, more):
+            for at, to, tokens in each_run(runs):
+                run(total, to, to + tokens).add_(run(x, at, at + tokens))
 
-    def write(self, into: Tensor) -> None:
-        """Round the sum into `into`."""
-        into.zero_() if self.value is None else into.copy_(self.value)
+    def total(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        """The sums, zeros where nothing was added. Called once."""
+        if self.values is None:
+            return [torch.zeros_like(x, dtype=dtype) for x in self.like]
+        if self._last is None:
+            return [x if x.dtype == dtype else x.to(dtype) for x in self.values]
+        if dtype == self.dtype:
+            self.add_runs(*self._last)
+            return self.values
+        into = [torch.empty_like(x, dtype=dtype) for x in self.values]
+        self._round(into)
+        return into
+
+    def write(self, into: Sequence[Tensor]) -> None:
+        """Round the sums into `into`."""
+        if self._last is not None:
+            self._round(into)
+            return
+        for i, x in enumerate(into):
+            x.zero_() if self.values is None else x.copy_(self.values[i])
+
+    def _begins(self, found: Sequence[Tensor], tokens: int) -> bool:
+        """Make memory for the first part to come; whether that part is in it already."""
+        whole = tokens == self.like[0].shape[2]
+        # a sum that is rounded before it travels cannot be where it travels from
+        made = None if self._memory is None or self.dtype != self.partial else self._memory()
+        self.given = made is not None
+        if made is None and whole:
+            self.values = [x if x.dtype == self.dtype else x.to(self.dtype) for x in found]
+            return True
+        self.values = [torch.empty_like(x, dtype=self.dtype) for x in self.like] if made is None else made
+        if whole:
+            _copy(found, self.values, 0)
+        elif not self.tiled:
+            for x in self.values:
+                x.zero_()
+        return whole
+
+    def _round(self, into: Sequence[Tensor]) -> None:
+        more, runs = self._last
+        self._last = None
+        ops.add_runs(*pair(self.values), *pair(more), *pair(into), runs)
+
+
+def _copy(found: Sequence[Tensor], into: Sequence[Tensor], at: int) -> None:
+    found = [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(found, into)]
+    ops.copy_runs(*pair(found), *pair(into), (0, at, found[0].shape[2]))
 
 
 def run(x: Tensor, low: int, high: int) -> Tensor:
     """Tokens from `low` to `high` of x [B, heads, T, ...]: x itself where these are all, which costs the host less."""
     return x if high - low == x.shape[2] else x.narrow(2, low, high - low)
+
+
+def pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One tensor or two, as ops of two take them: beside one alone its first 0 columns."""
+    return (tensors[0], tensors[0].narrow(3, 0, 0)) if len(tensors) == 1 else (tensors[0], tensors[1])
 
 
 def _no_keys(q: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tilesmith.distributed.comparison import Answer
@@ -50,6 +51,15 @@ class Work(NamedTuple):
         through_memory = getattr(self.ring, "move", None)
         posted = None if through_memory is None else through_memory(moves, sent, into, step)
         return self.ring.post(parcels(self.ring, moves, sent, into), step) if posted is None else posted
+
+    def reserve(self, moves: Moves, rank: int, like: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor] | None:
+        """Memory like tensors [B, heads, T, D] of a rank, in which what `post_back` of these moves sends next need not
+        be copied once more; nothing else may travel before. None where there is none."""
+        reserve = getattr(self.ring, "reserve", None)
+        if reserve is None:
+            return None
+        each = (x.shape for x in like)
+        return reserve(moves.back, [((tokens, batch, heads, dim), dtype) for batch, heads, tokens, dim in each])
 
     @property
     def comparing(self) -> bool:

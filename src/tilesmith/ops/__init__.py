@@ -21,6 +21,7 @@ _FAMILIES = {
     "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
     "tilesmith.ops.attn.cache_op": ("kv_cache_append",),
     "tilesmith.ops.attn.partial_op": ("accumulate_attention", "attention_partial"),
+    "tilesmith.ops.attn.runs_op": ("add_runs", "copy_runs"),
     "tilesmith.ops.loss.distill_op": (
         "jsd",
         "jsd_vjp",

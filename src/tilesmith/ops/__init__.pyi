@@ -131,6 +131,18 @@ def add_rms_norm_vjp(
     gradient that `output_mask` does not ask for.
     """
 
+def add_runs(
+    a: Tensor, b: Tensor, more_a: Tensor, more_b: Tensor, into_a: Tensor, into_b: Tensor, runs: Sequence[int]
+) -> None:
+    """Add runs of tokens to two sums, such as gradients of keys and of values, and round what comes of it.
+
+    a, b [B, H, T, D]: the sums, which are not written; D may differ, also be 0 where there is one sum alone. more_a,
+    more_b [B, H, N, D]: what is added. into_a, into_b [B, H, T, D]: the sums with it. All of any floating dtypes.
+    runs: (first token of more, first token of the sum, tokens) of each, one after another; runs that share tokens of
+    the sum are added in their order, each addition rounded to the sum's dtype. Raises ValueError or TypeError for what
+    does not fit, and for tensors that require a gradient.
+    """
+
 def attention_partial(
     q: Tensor,
     k: Tensor,
@@ -527,6 +539,14 @@ def column_sums(x: Tensor, dtype: Literal["", "float16", "bfloat16", "float32", 
     Summed in float32 (float64 where x or the result is float64), in a fixed order, and rounded once. Without rows the
     sums are 0. Returns a contiguous [F]. Raises TypeError for an x that is not floating, ValueError for one without
     dims and for another `dtype`.
+    """
+
+def copy_runs(a: Tensor, b: Tensor, into_a: Tensor, into_b: Tensor, runs: Sequence[int]) -> None:
+    """Copy runs of tokens of two tensors, such as keys and values, into two others, which keep the rest of theirs.
+
+    a, b [B, H, T, D], whose D may differ, also be 0 where there is one tensor alone; into_a, into_b [B, H, N, D] of
+    their dtypes. runs: (first token, first token where it goes, tokens) of each, one after another; no two may go to
+    one place. Raises ValueError or TypeError for what does not fit, and for tensors that require a gradient.
     """
 
 def cross_entropy(

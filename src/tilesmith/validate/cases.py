@@ -168,8 +168,7 @@ def outputs_and_gradients(op: Op, args: tuple) -> dict[str, Tensor]:
     leaves = {n: a for n, a in zip(op.parameters, args) if isinstance(a, Tensor) and a.requires_grad}
     if op.mutates:
         args = tuple(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, args))
-    outs = op(*args)
-    outs = outs if isinstance(outs, tuple) else (outs,)
+    outs = each_output(op(*args))
     named = dict(zip(op.outputs, outs))
     named |= {f"{n} (written)": a for n, a in zip(op.parameters, args) if n in op.mutates}
     named |= _gradients([o for o in outs if o.requires_grad], leaves)
@@ -187,12 +186,18 @@ def oracle(op: Op, args: tuple) -> dict[str, Tensor]:
     dtype = torch.float32 if narrow else torch.float64
     wide = tuple(_wide(a, n in op.mutates, dtype) for n, a in zip(op.parameters, args))
     leaves = {n: a for n, a in zip(op.parameters, wide) if isinstance(a, Tensor) and a.requires_grad}
-    outs = op.reference(*wide)
-    outs = (outs if isinstance(outs, tuple) else (outs,))[: op.public]
+    outs = each_output(op.reference(*wide))[: op.public]
     named = dict(zip(op.outputs, outs))
     named |= {f"{n} (written)": a for n, a in zip(op.parameters, wide) if n in op.mutates}
     named |= _gradients([o for o in outs if o.requires_grad], leaves)
     return {n: t.detach() for n, t in named.items()}
+
+
+def each_output(outs: Any) -> tuple[Tensor, ...]:
+    """The outputs of a call; none of an op that writes its arguments alone."""
+    if outs is None:
+        return ()
+    return outs if isinstance(outs, tuple) else (outs,)
 
 
 def _wide(a: Any, copied: bool, dtype: torch.dtype = torch.float64) -> Any:

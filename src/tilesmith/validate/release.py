@@ -24,7 +24,7 @@ from tilesmith.engine import Case, cases, ops, releases
 from tilesmith.engine.backends import in_gluon
 from tilesmith.engine.timing import measure
 from tilesmith.engine.trial import TRUST
-from tilesmith.validate.cases import backends_of, check_each
+from tilesmith.validate.cases import backends_of, check_each, each_output
 from tilesmith.validate.sampled import kinds, shared_out
 
 LONGEST = 600  # tokens of drawn cases
@@ -92,8 +92,7 @@ def time_rows(names: Sequence[str], chosen: Sequence[str]) -> dict[str, float]:
             with torch.no_grad():
                 timed = measure({"forward": lambda op=op, args=args: op(*args)}, "cuda")
             found[f"{name} {case.name} forward"] = timed["forward"].median_us
-            outs = op(*args)
-            outs = [o for o in (outs if isinstance(outs, tuple) else (outs,)) if o.requires_grad]
+            outs = [o for o in each_output(op(*args)) if o.requires_grad]
             if leaves and outs:
                 cotangents = [torch.ones_like(o) for o in outs]
 

@@ -1,0 +1,186 @@
+"""Triton kernels of copy_runs and add_runs: both tensors and all runs in one launch."""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilesmith.device.alignment import is_16_byte_aligned
+from tilesmith.engine import launch, register_kernel, torch_private
+from tilesmith.engine.launcher import cdiv, next_power_of_2
+from tilesmith.engine.recording import each_time
+from tilesmith.ops.attn.runs_reference import each_run
+
+TILE = 4096  # elements of a tensor that a program moves
+NO_TILE = 2**31 - 1  # behind all others
+
+
+@triton.jit
+def _lines(ptr, strides, batch, head, tokens, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to the lines of some tokens of a head, and which columns they have."""
+    offsets = batch * strides[0] + head * strides[1] + tokens * strides[2]
+    if ALIGNED:
+        offsets = tl.multiple_of(offsets, 128 // ptr.dtype.element_ty.primitive_bitwidth)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    return ptr + offsets[:, None] + cols, cols < DIM
+
+
+@triton.jit
+def _copy_runs_kernel(
+    a_ptr, b_ptr, into_a_ptr, into_b_ptr, runs_ptr, a_strides, b_strides, into_a_strides, into_b_strides, lanes, heads,
+    RUNS: tl.constexpr, DIM_A: tl.constexpr, DIM_B: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    # all heads of some tokens are neighbours in time: what is by token in memory is then moved in whole blocks
+    tile = tl.program_id(0) // lanes
+    lane = (tl.program_id(0) % lanes).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    first_tiles = tl.load(runs_ptr + tl.arange(0, RUNS))
+    run = tl.sum((first_tiles <= tile).to(tl.int32)) - 1
+    place = (tile - tl.load(runs_ptr + run)) * BLOCK_T + tl.arange(0, BLOCK_T)
+    held = (place < tl.load(runs_ptr + 3 * RUNS + run))[:, None]
+    source = (tl.load(runs_ptr + RUNS + run) + place).to(tl.int64)
+    target = (tl.load(runs_ptr + 2 * RUNS + run) + place).to(tl.int64)
+    a_lines, cols = _lines(a_ptr, a_strides, batch, head, source, DIM_A, BLOCK_A, ALIGNED)
+    a = tl.load(a_lines, mask=held & cols)
+    if DIM_B > 0:  # both loads before the first store, which they could not pass
+        b_lines, b_cols = _lines(b_ptr, b_strides, batch, head, source, DIM_B, BLOCK_B, ALIGNED)
+        b = tl.load(b_lines, mask=held & b_cols)
+    into_lines, _ = _lines(into_a_ptr, into_a_strides, batch, head, target, DIM_A, BLOCK_A, ALIGNED)
+    tl.store(into_lines, a, mask=held & cols)
+    if DIM_B > 0:
+        into_lines, _ = _lines(into_b_ptr, into_b_strides, batch, head, target, DIM_B, BLOCK_B, ALIGNED)
+        tl.store(into_lines, b, mask=held & b_cols)
+
+
+@triton.jit
+def _add_runs_kernel(
+    a_ptr, b_ptr, more_a_ptr, more_b_ptr, into_a_ptr, into_b_ptr, runs_ptr,
+    a_strides, b_strides, more_a_strides, more_b_strides, into_a_strides, into_b_strides, lanes, heads, tokens, count,
+    RUNS: tl.constexpr, DIM_A: tl.constexpr, DIM_B: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) // lanes * BLOCK_T
+    lane = (tl.program_id(0) % lanes).to(tl.int64)
+    batch, head = lane // heads, lane % heads
+    place = first + tl.arange(0, BLOCK_T)
+    held, token = (place < tokens)[:, None], place.to(tl.int64)
+    a_lines, cols = _lines(a_ptr, a_strides, batch, head, token, DIM_A, BLOCK_A, ALIGNED)
+    a = tl.load(a_lines, mask=held & cols)
+    b = a
+    if DIM_B > 0:
+        b_lines, b_cols = _lines(b_ptr, b_strides, batch, head, token, DIM_B, BLOCK_B, ALIGNED)
+        b = tl.load(b_lines, mask=held & b_cols)
+    for run in range(count):
+        to = tl.load(runs_ptr + 2 * RUNS + run)
+        end = to + tl.load(runs_ptr + 3 * RUNS + run)
+        if (to < first + BLOCK_T) & (end > first):
+            source = (tl.load(runs_ptr + RUNS + run) + place - to).to(tl.int64)
+            inside = ((place >= to) & (place < end))[:, None]
+            lines, _ = _lines(more_a_ptr, more_a_strides, batch, head, source, DIM_A, BLOCK_A, ALIGNED)
+            more = tl.load(lines, mask=inside & cols)
+            # where, not + 0: -0 stays -0
+            a = tl.where(inside, (a.to(tl.float32) + more.to(tl.float32)).to(a.dtype), a)
+            if DIM_B > 0:
+                lines, _ = _lines(more_b_ptr, more_b_strides, batch, head, source, DIM_B, BLOCK_B, ALIGNED)
+                more = tl.load(lines, mask=inside & b_cols)
+                b = tl.where(inside, (b.to(tl.float32) + more.to(tl.float32)).to(b.dtype), b)
+    into_lines, _ = _lines(into_a_ptr, into_a_strides, batch, head, token, DIM_A, BLOCK_A, ALIGNED)
+    tl.store(into_lines, a.to(into_a_ptr.dtype.element_ty), mask=held & cols)
+    if DIM_B > 0:
+        into_lines, _ = _lines(into_b_ptr, into_b_strides, batch, head, token, DIM_B, BLOCK_B, ALIGNED)
+        tl.store(into_lines, b.to(into_b_ptr.dtype.element_ty), mask=held & b_cols)
+
+
+def _rejects_copy(call) -> list[str]:
+    return _rejects({"a": call.a, "b": call.b, "into_a": call.into_a, "into_b": call.into_b})
+
+
+def _rejects_add(call) -> list[str]:
+    names = ("a", "b", "more_a", "more_b", "into_a", "into_b")
+    reasons = _rejects({name: getattr(call, name) for name in names})
+    for name in names:
+        if getattr(call, name).dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            reasons.append(f"{name} is {getattr(call, name).dtype}; float32, float16 and bfloat16 are served")
+    return reasons
+
+
+def _rejects(tensors: dict) -> list[str]:
+    reasons = []
+    for name, x in tensors.items():
+        if not x.unit:
+            reasons.append(f"{name} has a last stride other than 1")
+        if x.cols > TILE:
+            reasons.append(f"{name} has head dim {x.cols}; at most {TILE} is served")
+    return reasons
+
+
+@register_kernel("copy_runs", backend="triton", rank=20, rejects=_rejects_copy)
+def copy_runs(a: Tensor, b: Tensor, into_a: Tensor, into_b: Tensor, runs: Sequence[int]) -> None:
+    """One launch: a program moves some tokens of a run, of one head, of both tensors."""
+    _launch(_copy_runs_kernel, (a, b, into_a, into_b), runs, None)
+
+
+@register_kernel("add_runs", backend="triton", rank=20, rejects=_rejects_add)
+def add_runs(
+    a: Tensor, b: Tensor, more_a: Tensor, more_b: Tensor, into_a: Tensor, into_b: Tensor, runs: Sequence[int]
+) -> None:
+    """One launch: a program reads some tokens of a head once, adds what meets them, and rounds at the end."""
+    _launch(_add_runs_kernel, (a, b, more_a, more_b, into_a, into_b), runs, a.shape[2])
+
+
+def _launch(kernel, tensors: Sequence[Tensor], runs: Sequence[int], tokens: int | None) -> None:
+    """tokens: of the sums; None: tiles are those of the runs."""
+    a, b = tensors[:2]
+    if a.shape[3] == 0:  # b alone
+        tensors = [x for pair in zip(tensors[1::2], tensors[::2]) for x in pair]
+        a, b = b, a
+    batch, heads, _, dim = a.shape
+    block_a, block_b = next_power_of_2(dim), next_power_of_2(b.shape[3])
+    block_t = max(1, TILE // max(block_a, block_b))
+    runs = tuple(runs)
+    tiles = sum(cdiv(n, block_t) for n in runs[2::3]) if tokens is None else cdiv(tokens, block_t)
+    if batch * heads * dim * tiles == 0:
+        return
+    table = each_time(partial(_table, runs, block_t, a.device))
+    sizes = (batch * heads, heads) if tokens is None else (batch * heads, heads, tokens, len(runs) // 3)
+    launch(
+        kernel, (batch * heads * tiles,), *tensors, table, *(x.stride()[:3] for x in tensors), *sizes,
+        RUNS=table.shape[1], DIM_A=dim, DIM_B=b.shape[3], ALIGNED=all(map(is_16_byte_aligned, tensors)),
+        BLOCK_T=block_t, BLOCK_A=block_a, BLOCK_B=block_b, num_warps=4,
+    )  # fmt: skip
+
+
+def _table(runs: tuple[int, ...], block_t: int, device: torch.device) -> Tensor:
+    """int32 [4, runs], of which there are a power of two: the first tile of each, where it begins, where it goes, its
+    tokens."""
+    if device.type != "cuda":
+        return _kept(runs, block_t, device, 0)
+    if not torch.cuda.is_current_stream_capturing():
+        return _kept(runs, block_t, device, torch_private.raw_stream(torch_private.current_device()))
+    rows = _rows(runs, block_t)  # a graph would read memory of the host again at each replay
+    made = torch.empty(len(rows), len(rows[0]), dtype=torch.int32, device=device)
+    for place, value in zip(made.view(-1), (number for row in rows for number in row)):
+        place.fill_(value)
+    return made
+
+
+@lru_cache(maxsize=512)
+def _kept(runs: tuple[int, ...], block_t: int, device: torch.device, stream: int) -> Tensor:
+    """stream: on which it is written, and read by later launches."""
+    made = torch.tensor(_rows(runs, block_t), dtype=torch.int32)
+    if device.type != "cuda":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)  # the host does not wait for what the stream does before
+
+
+def _rows(runs: tuple[int, ...], block_t: int) -> list[tuple[int, ...]]:
+    found, tiles = [], 0
+    for at, to, tokens in each_run(runs):
+        found.append((tiles, at, to, tokens))
+        tiles += cdiv(tokens, block_t)
+    found += [(NO_TILE, 0, 0, 0)] * (next_power_of_2(max(1, len(found))) - len(found))
+    return list(zip(*found))
