@@ -199,6 +199,24 @@ def test_an_argument_that_is_written_over_and_returned_is_the_next_calls(as_if_o
     assert kernel.run.__name__ == "replay"
 
 
+def test_one_tensor_as_two_arguments_is_replayed_where_it_is_one_again(as_if_on_a_gpu):
+    asked = []
+
+    def launcher(a, b, c):
+        asked.append((a, b, c))
+        return torch.mm(a, b) + torch.mm(b, c)
+
+    kernel = replay.Replay(launcher, lambda: True, 0)
+    one, two, three = (torch.randn(3, 3) for _ in range(3))
+    for again in range(4):
+        assert torch.equal(kernel.run(one, two, two), one @ two + two @ two)
+        assert len(asked) == min(again + 1, 2)
+    assert kernel.run.__name__ == "replay"
+    assert torch.equal(kernel.run(one, two, three), one @ two + two @ three) and len(asked) == 3
+    assert torch.equal(kernel.run(two, one, one), two @ one + one @ one) and len(asked) == 3
+    assert torch.equal(kernel.run(one, one, one), one @ one + one @ one)
+
+
 @pytest.mark.parametrize("cause", ["value", "noise", "stranger", "bits"])
 def test_what_cannot_be_repeated_is_not(as_if_on_a_gpu, cause):
     stranger = torch.ones(4, 4)
