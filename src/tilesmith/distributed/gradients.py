@@ -127,8 +127,10 @@ def _part(
                     run(dout, *call.span), slope, *cut(call, q, *keys[r]), run(out, *call.span),
                     run(lse, *call.span).contiguous(), call, some, kinds[r].adds,
                 )  # fmt: skip
-                for total, x, at in zip((sums[r], *into), found, (call.q, call.k, call.k)):
-                    total.add(x, at)
+                for low, high in call.runs:  # of the queries between them dq is zeros
+                    sums[r].add(run(found[0], low - call.q, high - call.q), low)
+                for total, x in zip(into, found[1:]):
+                    total.add(x, call.k)
                 if counts:
                     dsinks[r].add_(found[3])
                 del found, x  # not held beside those of the next call

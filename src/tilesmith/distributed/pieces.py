@@ -1,7 +1,8 @@
 """What a rank computes, as calls of attention on ranges of its queries and of keys: functions of a layout and a mask.
 
 A span is a run of tokens of one document with its place in a buffer. A piece is a span of queries with a span of keys,
-cut to what can see each other. Pieces that one call of the kernel can serve are made one call.
+cut to what can see each other. Pieces that one call of the kernel can serve are made one call: those whose queries and
+keys ascend together become its packed documents, and what lies between them documents without keys or without queries.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Piece:
 class Call:
     """One call of attention: its ranges of queries and keys, its window (-1 is unlimited), and boundaries if packed.
 
-    cu_q, cu_k: starts of the packed pieces within the ranges, and the end; empty for one piece.
+    cu_q, cu_k: starts of the packed pieces within the ranges, and the end; empty for one piece. Pieces without keys
+    have the queries between others, and pieces without queries the keys.
     """
 
     q: int
@@ -78,10 +80,23 @@ class Call:
         return self.q, self.q + self.tokens
 
     @cached_property
+    def runs(self) -> tuple[Range, ...]:
+        """Those of its queries that have keys, ascending."""
+        if not self.cu_q:
+            return (self.span,)
+        sizes = zip(pairwise(self.cu_q), pairwise(self.cu_k))
+        return joined((self.q + start, self.q + stop) for (start, stop), (first, end) in sizes if first < end)
+
+    @cached_property
     def longest(self) -> tuple[int, int]:
         """The most queries and the most keys of a packed piece, 0 if there are none."""
         queries, keys = (max((b - a for a, b in pairwise(cu)), default=0) for cu in (self.cu_q, self.cu_k))
         return queries, keys
+
+    @property
+    def rows(self) -> int:
+        """How many of its queries have keys."""
+        return length(self.runs)
 
     @cached_property
     def pairs(self) -> int:
@@ -137,13 +152,19 @@ def seen(queries: Iterable[Span], keys: Iterable[Span], sight: Sight) -> list[Ra
     return found
 
 
-def calls(found: Sequence[Piece], pack: bool = True) -> tuple[Call, ...]:
+def calls(found: Sequence[Piece], pack: bool = True, gap: int = FAR) -> tuple[Call, ...]:
     """The pieces as few calls: pieces that are one rectangle or one triangle together become one piece, and pieces
-    whose queries and keys follow one another become documents of one packed call, if `pack`: it has one batch row."""
-    merged = _merged(sorted(found, key=lambda piece: (piece.q, piece.k)))
+    whose queries and keys ascend become documents of one packed call, if `pack`: it has one batch row.
+
+    gap: the most queries, and the most keys, between two pieces of a call. In the order of their queries, each piece
+    goes to the call that has used the most keys before its own, which leaves the others to pieces that need more. With
+    any gap, and where no window keeps pieces apart, no fewer calls can have them (so trapezoid graphs are coloured:
+    Felsner, Müller, Wernisch, 1997).
+    """
     groups: list[_Group] = []
-    for piece in merged:
-        if not (pack and any(group.takes(piece) for group in reversed(groups))):
+    for piece in _merged(sorted(found, key=lambda piece: (piece.q, piece.k))):
+        ready = sorted(groups, key=lambda group: group.ends, reverse=True) if pack else ()
+        if not any(group.takes(piece, gap) for group in ready):
             groups.append(_Group(piece))
     return tuple(group.call() for group in groups)
 
@@ -186,11 +207,11 @@ def _most(spans: Sequence[Range]) -> int:
     return max(accumulate((change for _, change in ends), initial=0))
 
 
-def apart(each: Sequence[Sequence[Piece]], pack: bool = True) -> list[tuple[Call, ...]]:
+def apart(each: Sequence[Sequence[Piece]], pack: bool = True, gap: int = FAR) -> list[tuple[Call, ...]]:
     """`calls` of several lists of pieces. Where few of the queries are in several calls, to whole tiles of them, these
-    have calls of their own, so that the others' results are no parts of sums."""
-    plain = [calls(found, pack) for found in each]
-    shared = several(call.span for made in plain for call in made)
+    have calls of their own, without gaps, so that the others' results are no parts of sums."""
+    plain = [calls(found, pack, gap) for found in each]
+    shared = several(run for made in plain for call in made for run in call.runs)
     last = max((piece.q + piece.tokens for found in each for piece in found), default=0)
     tiles = list(joined((start // TILE * TILE, min(-(-stop // TILE) * TILE, last)) for start, stop in shared))
     if not tiles or FEW * length(tiles) > last:
@@ -199,7 +220,9 @@ def apart(each: Sequence[Sequence[Piece]], pack: bool = True) -> list[tuple[Call
     within = [[], []]  # stretches of queries: others, and these
     for start, stop in pairwise(bounds):
         within[any(low <= start < high for low, high in tiles)].append((start, stop))
-    return [tuple(call for stretches in within for call in calls(_rows_of(found, stretches), pack)) for found in each]
+    return [
+        tuple(call for stretches in within for call in calls(_rows_of(found, stretches), pack, gap=0)) for found in each
+    ]
 
 
 def _rows_of(found: Sequence[Piece], stretches: Sequence[Range]) -> list[Piece]:
@@ -284,10 +307,17 @@ class _Group:
         self.left = None if piece.left >= piece.keys - 1 else piece.left
         self.right = None if piece.right >= piece.tokens - 1 else piece.right
 
-    def takes(self, piece: Piece) -> bool:
-        """Add a piece, if its queries and keys follow those that are here and it fits their window."""
+    @property
+    def ends(self) -> Range:
+        """Where its keys end, and its queries."""
         last = self.pieces[-1]
-        if (piece.q, piece.k) != (last.q + last.tokens, last.k + last.keys):
+        return last.k + last.keys, last.q + last.tokens
+
+    def takes(self, piece: Piece, gap: int) -> bool:
+        """Add a piece, if its queries and keys follow those that are here, with no more than `gap` between, and it fits
+        their window."""
+        k, q = self.ends
+        if not (0 <= piece.q - q <= gap and 0 <= piece.k - k <= gap):
             return False
         left = _agreed(self.left, piece.left, piece.keys, [p.keys for p in self.pieces])
         right = _agreed(self.right, piece.right, piece.tokens, [p.tokens for p in self.pieces])
@@ -302,10 +332,21 @@ class _Group:
         left, right = (-1 if side is None else side for side in (self.left, self.right))
         cu_q = cu_k = ()
         if len(self.pieces) > 1:
-            cu_q = tuple(accumulate((p.tokens for p in self.pieces), initial=0))
-            cu_k = tuple(accumulate((p.keys for p in self.pieces), initial=0))
+            cu_q, cu_k = zip(*self._boundaries())
         tokens, keys = last.q + last.tokens - first.q, last.k + last.keys - first.k
         return Call(first.q, tokens, first.k, keys, left, right, cu_q, cu_k)
+
+    def _boundaries(self) -> list[tuple[int, int]]:
+        """Queries and keys before each document of the call, and all of them."""
+        first, found = self.pieces[0], [(0, 0)]
+        for piece in self.pieces:
+            q, k = piece.q - first.q, piece.k - first.k
+            if q > found[-1][0]:
+                found.append((q, found[-1][1]))  # queries without keys
+            if k > found[-1][1]:
+                found.append((q, k))  # keys without queries
+            found.append((q + piece.tokens, k + piece.keys))
+        return found
 
 
 def _agreed(side: int | None, asked: int, length: int, lengths: Sequence[int]) -> int | bool | None:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
-from tilesmith.distributed.pieces import Call, Overlap, Sight, apart, calls, pieces, seen, several, spans
+from tilesmith.distributed.pieces import FAR, Call, Overlap, Sight, apart, calls, pieces, seen, several, spans
 
 HeadRange = tuple[int, int]
 
@@ -185,12 +185,14 @@ def schedule(
     heads: int,
     kv_heads: int,
     pack: bool = True,
+    gap: int = FAR,
 ) -> Schedule:
     """The schedule of one call.
 
     starts: boundaries of the documents. degree: ranks of a group, which share heads. steps: whether keys come from one
     group at a time, so that memory does not grow with the number of groups, or from all at once. pack: whether a call
-    may hold several documents, as calls of one batch row can.
+    may hold several documents, as calls of one batch row can. gap: how many queries without keys, and keys without
+    queries, may lie between two documents of a call.
     Raises ValueError where heads cannot be shared out (`shared_heads`).
     """
     groups = [range(first, first + degree) for first in range(0, layout.size, degree)]
@@ -200,9 +202,8 @@ def schedule(
         _head_moves(layout, held, groups, [each[i] for each in shared]) if degree > 1 else Moves() for i in (0, 1)
     )
     q_heads, kv_shared = (tuple(each[i] for each in shared) for i in (0, 1))
-    return Schedule(
-        layout, held, degree, q_moves, kv_moves, q_heads, kv_shared, _stages(held, starts, sight, degree, steps, pack)
-    )
+    stages = _stages(held, starts, sight, degree, steps, pack, gap)
+    return Schedule(layout, held, degree, q_moves, kv_moves, q_heads, kv_shared, stages)
 
 
 def shared_heads(heads: int, kv_heads: int, degree: int, slot: int) -> tuple[HeadRange, HeadRange]:
@@ -235,8 +236,8 @@ def _head_moves(layout: Layout, held: Layout, groups: Sequence[range], heads: Se
 
 
 def _stages(
-    held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool, pack: bool
-) -> tuple[Stage, ...]:
+    held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool, pack: bool, gap: int
+) -> tuple[Stage, ...]:  # fmt: skip
     size = held.size
     own = [spans(ranges, starts) for ranges in held.ranges]
     found = [(Moves(), held.ranges, [pieces(x, x, sight) for x in own])]
@@ -254,10 +255,10 @@ def _stages(
             work.append(pieces(own[r], spans(buffers[-1], starts), sight))
         if moves:
             found.append((Moves(_joined(moves)), buffers, work))
-    answers = [apart([work[r] for _, _, work in found], pack) for r in range(size)]
+    answers = [apart([work[r] for _, _, work in found], pack, gap) for r in range(size)]
     return tuple(
         Stage(
-            moves, _each(buffers, degree), _each([calls(x, pack) for x in work], degree),
+            moves, _each(buffers, degree), _each([calls(x, pack, gap) for x in work], degree),
             _each([answers[r][i] for r in range(size)], degree),
         )
         for i, (moves, buffers, work) in enumerate(found)

@@ -37,8 +37,9 @@ def _merge_shares(lse_a, lse_b):
 def _merge_attention_kernel(
     out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr,
     out_a_strides, lse_a_strides, out_b_strides, lse_b_strides, out_strides,
-    rows, middle, inner, DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    rows, middle, inner, DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
+    """IN_PLACE: out lies where out_a does, so that rows to which b adds nothing are neither read nor written."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_D)[None, :]
     held = row < rows
@@ -46,6 +47,8 @@ def _merge_attention_kernel(
     lse_b = tl.load(lse_b_ptr + _row_offsets(row, inner, middle, lse_b_strides), mask=held, other=0.0)
     lse, share_a, share_b = _merge_shares(lse_a, lse_b)
     tl.store(lse_ptr + row, lse, mask=held)
+    if IN_PLACE:  # where a counts for nothing either, or for NaN, out is another than out_a
+        held &= (lse_b != float("-inf")) | (share_a != 1.0)
     held = held[:, None] & (cols < DIM)
     a_ptr = out_a_ptr + _row_offsets(row, inner, middle, out_a_strides)[:, None] + cols
     b_ptr = out_b_ptr + _row_offsets(row, inner, middle, out_b_strides)[:, None] + cols
@@ -117,7 +120,7 @@ def _leading(x: Tensor | None, dims: int) -> tuple[int, int, int] | None:
     return None if x is None else (0,) * (3 - dims) + tuple(x.stride()[:dims])
 
 
-def _launch(kernel, dims: int, like: Tensor, tensors: tuple, rows_of: tuple) -> None:
+def _launch(kernel, dims: int, like: Tensor, tensors: tuple, rows_of: tuple, **more: bool) -> None:
     rows = like.numel() // max(like.shape[-1], 1)
     if rows == 0:
         return
@@ -126,7 +129,8 @@ def _launch(kernel, dims: int, like: Tensor, tensors: tuple, rows_of: tuple) -> 
     block_r = max(1, 4096 // block_d)
     launch(
         kernel, (triton.cdiv(rows, block_r),), *tensors, *(_leading(x, dims) for x in rows_of),
-        rows, shape[1], shape[2], DIM=like.shape[-1], BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
+        rows, shape[1], shape[2], DIM=like.shape[-1], BLOCK_R=block_r, BLOCK_D=block_d, **more,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -136,7 +140,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     out = out_like(out_a, out_a.shape[-1])
     lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     strided = (out_a, lse_a, out_b, lse_b, out)
-    _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided)
+    _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided, IN_PLACE=False)
     return out, lse
 
 
@@ -145,7 +149,7 @@ def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Ten
     """The same, whose result lies where out_a did: a thread writes what it has read."""
     lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     strided = (out_a, lse_a, out_b, lse_b, out_a)
-    _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided)
+    _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided, IN_PLACE=True)
     return lse
 
 
