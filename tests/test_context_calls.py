@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from test_context_parallel import _sees_each_pair_once
+import tilesmith.distributed.pieces as pieces_module
+from test_context_parallel import sees_each_pair_once
 from tilesmith import ops
 from tilesmith.bench.context_parallel_problems import Problem, documents_of
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention, cost, prepared
@@ -16,6 +17,14 @@ from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, _merged, calls
 from tilesmith.distributed.schedule import schedule
 
 CAUSAL = Sight(right=0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """Tests change what schedules are made by, as nothing else does."""
+    yield
+    prepared.forget()
+    schedule.cache_clear()
 
 
 def _layout(draw: random.Random, tokens: int, size: int) -> Layout:
@@ -33,7 +42,7 @@ def _random(seed: int) -> tuple[Layout, tuple[int, ...], Sight, bool]:
     """A layout, boundaries of documents, a mask, and whether keys come in steps."""
     draw = random.Random(seed)
     tokens, size = draw.randint(1, 60), draw.randint(2, 5)
-    count = draw.choice([0, 1, 3, 8])
+    count = draw.choice([0, 1, 4, 8, 12])
     ends = sorted(draw.randint(0, tokens) for _ in range(count))
     starts = (0, *ends, tokens if draw.random() < 0.8 or not ends else max(ends[-1], tokens - 3))
     window = draw.randint(0, tokens)
@@ -64,15 +73,19 @@ def _fewest(found: list[Piece]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_random_layouts_see_each_pair_once(seed):
-    """With gaps of any length, of three tokens, and of none."""
+def test_random_layouts_see_each_pair_once(seed, monkeypatch):
+    """With gaps of any length, of three tokens, and of none; and where queries that see others' keys are few."""
     layout, starts, sight, steps = _random(seed)
     for gap in (FAR, 3, 0):
-        plan = schedule(layout, starts, sight, 1, steps, 2, 2, True, gap)
-        _sees_each_pair_once(plan, layout, starts, sight, 1)
-        for stage in plan.stages:
-            for call in (call for each in (*stage.calls, *stage.answers) for call in each):
-                _has_its_runs(call, gap)
+        few = random.Random(seed + gap)
+        monkeypatch.setattr(pieces_module, "TILE", few.choice([1, 2, 4]))
+        monkeypatch.setattr(pieces_module, "FEW", few.choice([1, 2]))
+        plan = schedule.__wrapped__(layout, starts, sight, 1, steps, 2, 2, True, gap)
+        for stages in (plan.stages, plan.answers):
+            sees_each_pair_once(plan, stages, layout, starts, sight)
+            for stage in stages:
+                for call in (call for each in stage.calls for call in each):
+                    _has_its_runs(call, gap)
 
 
 def _has_its_runs(call: Call, gap: int) -> None:
@@ -132,8 +145,11 @@ def _attended(seed: int, mode: str, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_random_layouts_equal_one_process(seed):
-    prepared.forget()
+def test_random_layouts_equal_one_process(seed, monkeypatch):
+    """Half of them as if queries that see others' keys were few."""
+    if seed % 8 < 4:
+        monkeypatch.setattr(pieces_module, "TILE", 2)
+        monkeypatch.setattr(pieces_module, "FEW", 1)
     _attended(seed, ("allgather", "ring")[seed % 2], seed % 4 < 2)
 
 

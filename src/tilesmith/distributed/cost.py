@@ -184,7 +184,7 @@ def planned(problem: Problem, machine: Machine, degree: int, steps: bool) -> Sch
     a call of its own. Raises ValueError where heads cannot be shared out."""
     many = problem.heads, problem.kv_heads, problem.batch == 1
     plan = schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many, gap=0)
-    if problem.batch > 1 or all(len(x) < 2 for stage in plan.stages for x in (*stage.calls, *stage.answers)):
+    if problem.batch > 1 or all(len(x) < 2 for stage in (*plan.stages, *plan.answers) for x in stage.calls):
         return plan
     gap = _gap(problem, machine, plan)
     return schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many, gap=gap)
@@ -300,10 +300,11 @@ def _rank_times(
     gradients = max(4, problem.itemsize) * keys // problem.itemsize
     for i, split in enumerate(splits):
         factor = 1.0 if i == 0 else BACKWARD
-        arriving = [_travel(machine, stage.transfers, rank, keys, split) for stage in plan.stages]
-        for stage, coming in zip(plan.stages, [*(seconds for seconds, _ in arriving[1:]), 0.0]):
+        stages = plan.stages if i else plan.answers
+        arriving = [_travel(machine, stage.transfers, rank, keys, split) for stage in stages]
+        for stage, coming in zip(stages, [*(seconds for seconds, _ in arriving[1:]), 0.0]):
             work = factor * _compute(problem, machine, stage.calls[rank], q_heads, split)
-            if stage.transfers:
+            if stage.transfers and not stage.whole[rank]:
                 merging = _merging(problem, machine, stage.calls[rank], q_heads, split)
                 work += merging if i == 0 else 1.5 * merging
             passes[i] += max(work, coming)

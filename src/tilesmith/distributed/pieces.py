@@ -207,46 +207,26 @@ def _most(spans: Sequence[Range]) -> int:
     return max(accumulate((change for _, change in ends), initial=0))
 
 
-def apart(each: Sequence[Sequence[Piece]], pack: bool = True, gap: int = FAR) -> list[tuple[Call, ...]]:
-    """`calls` of several lists of pieces. Where few of the queries are in several calls, to whole tiles of them, these
-    have calls of their own, without gaps, so that the others' results are no parts of sums."""
-    plain = [calls(found, pack, gap) for found in each]
-    shared = several(run for made in plain for call in made for run in call.runs)
-    last = max((piece.q + piece.tokens for found in each for piece in found), default=0)
-    tiles = list(joined((start // TILE * TILE, min(-(-stop // TILE) * TILE, last)) for start, stop in shared))
-    if not tiles or FEW * length(tiles) > last:
-        return plain
-    bounds = sorted({0, last, *(at for tile in tiles for at in tile)})
-    within = [[], []]  # stretches of queries: others, and these
-    for start, stop in pairwise(bounds):
-        within[any(low <= start < high for low, high in tiles)].append((start, stop))
-    return [
-        tuple(call for stretches in within for call in calls(_rows_of(found, stretches), pack, gap=0)) for found in each
-    ]
+def apart(made: Sequence[Sequence[Call]]) -> tuple[Range, ...]:
+    """The tiles of queries that several calls share, if they are few among all and the first calls, on keys that are
+    here, share none: such queries can be answered by one call on all the keys that they see. Else none."""
+    runs = [[run for call in some for run in call.runs] for some in made]
+    last = max((stop for some in runs for _, stop in some), default=0)
+    shared = several(run for some in runs for run in some)
+    tiles = joined((start // TILE * TILE, min(-(-stop // TILE) * TILE, last)) for start, stop in shared)
+    return tiles if FEW * length(tiles) <= last and not several(runs[0]) else ()
 
 
-def _rows_of(found: Sequence[Piece], stretches: Sequence[Range]) -> list[Piece]:
-    """The pieces of some stretches of queries."""
-    cut = []
-    for piece in found:
-        for start, stop in stretches:
-            low, high = max(piece.q, start), min(piece.q + piece.tokens, stop)
+def within(spans: Iterable[Span], ranges: Sequence[Range]) -> list[Span]:
+    """What of the spans has its place in some ranges of their buffer."""
+    found = []
+    for span in spans:
+        for begin, end in ranges:
+            low, high = max(begin, span.at), min(end, span.at + span.stop - span.start)
             if low < high:
-                cut += _rows(piece, low - piece.q, high - piece.q)
-    return cut
-
-
-def _rows(piece: Piece, low: int, high: int) -> list[Piece]:
-    """A piece of some of its queries, and of the keys that they see."""
-    ahead = piece.keys - piece.tokens  # query i stands beside key i + ahead
-    first = 0 if piece.left >= FAR else max(0, low + ahead - piece.left)
-    end = piece.keys if piece.right >= FAR else min(piece.keys, high + ahead + piece.right)
-    if first >= end:
-        return []
-    behind = high + ahead - end  # the last query's place behind the last key's
-    left = FAR if piece.left >= FAR else piece.left - behind
-    right = FAR if piece.right >= FAR else piece.right + behind
-    return [Piece(piece.q + low, high - low, piece.k + first, end - first, left, right)]
+                start = span.start + low - span.at
+                found.append(Span(start, start + high - low, low, span.document))
+    return found
 
 
 def _cut(query: Span, key: Span, sight: Sight) -> tuple[int, int, int, int]:

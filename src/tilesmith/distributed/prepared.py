@@ -183,8 +183,8 @@ def terms_of(
 
 
 def _refuse_kernel(kernel: Kernel, plan: Schedule, rank: int, q: Tensor, terms: Terms) -> None:
-    for stage in plan.stages:
-        for call in (*stage.calls[rank], *stage.answers[rank]):
+    for stage in (*plan.stages, *plan.answers):
+        for call in stage.calls[rank]:
             why = kernel.rejects(q, call, terms)
             if why:
                 raise ValueError(f"{NAME}: kernel {kernel.name!r} cannot serve this call: {why}")
