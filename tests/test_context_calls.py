@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilesmith.distributed.pieces as pieces_module
+import tilesmith.distributed.schedule as schedule_module
 from test_context_parallel import sees_each_pair_once
 from tilesmith import ops
 from tilesmith.bench.context_parallel_problems import Problem, documents_of
@@ -80,6 +81,7 @@ def test_random_layouts_see_each_pair_once(seed, monkeypatch):
         few = random.Random(seed + gap)
         monkeypatch.setattr(pieces_module, "TILE", few.choice([1, 2, 4]))
         monkeypatch.setattr(pieces_module, "FEW", few.choice([1, 2]))
+        monkeypatch.setattr(schedule_module, "COPIED", few.choice([0, 2, 100]))
         plan = schedule.__wrapped__(layout, starts, sight, 1, steps, 2, 2, True, gap)
         for stages in (plan.stages, plan.answers):
             sees_each_pair_once(plan, stages, layout, starts, sight)
@@ -150,6 +152,7 @@ def test_random_layouts_equal_one_process(seed, monkeypatch):
     if seed % 8 < 4:
         monkeypatch.setattr(pieces_module, "TILE", 2)
         monkeypatch.setattr(pieces_module, "FEW", 1)
+        monkeypatch.setattr(schedule_module, "COPIED", seed % 3)
     _attended(seed, ("allgather", "ring")[seed % 2], seed % 4 < 2)
 
 
@@ -161,3 +164,15 @@ def test_packed_documents_are_few_calls(tokens, heads, most):
     asked = cost.Problem(problem.layout(2), problem.starts, CAUSAL, 1, heads, heads, 128)
     plan = cost.planned(asked, cost.MACHINES["sm90"], 1, False)
     assert [sum(len(stage.calls[r]) for stage in plan.stages) for r in range(2)] == most
+
+
+@pytest.mark.parametrize("window, first", [(127, (0, 32768)), (4095, (4096, 28672))])
+def test_windows_are_two_calls_of_results(window, first):
+    """One on a rank's own keys, one of its first tile on all keys that it sees. What the tile sees of its own keys is
+    not computed twice where that takes longer than to put results together."""
+    problem = Problem("window", 1 << 16, window=window)
+    plan = schedule(problem.layout(2), (0, 1 << 16), Sight(window, 0), 1, False, 16, 16)
+    (own,), (tile,) = (stage.calls[1] for stage in plan.answers)
+    assert (own.q, own.tokens) == first
+    assert tile == Call(0, window + 1, 0, 2 * window + 1, window, 0) and plan.answers[1].whole == (False, True)
+    assert [len(stage.calls[1]) for stage in plan.stages] == [1, 1]

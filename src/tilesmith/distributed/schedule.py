@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
 from tilesmith.distributed.pieces import (
+    COPIED,
     FAR,
     Call,
     Overlap,
@@ -291,7 +292,8 @@ class _Plan:
         tiles = [self._tiles([stage.calls[r * self.degree] for stage in stages]) for r in range(size)]
         if not any(tiles):
             return stages
-        found = [stages[0]]
+        made = [self._on_own(r, joined(sorted(t for some in tiles[r].values() for t in some))) for r in range(size)]
+        found = [replace(stages[0], calls=_each(made, self.degree))]
         for i, each in enumerate(arriving, 1):
             some, queries = [], []
             for r, runs in enumerate(each):
@@ -299,6 +301,15 @@ class _Plan:
                 some.append(sorted([*runs, *(self._runs(queries[r], [r]) if tiles[r] else ())]))
             found.append(self._stage(some, queries, [bool(tiles[r]) and bool(queries[r]) for r in range(size)]))
         return tuple(found)
+
+    def _on_own(self, r: int, tiles: Sequence[Range]) -> tuple[Call, ...]:
+        """Calls on a group's own keys, where tiles of queries will have other results: without these queries, if they
+        see more here than takes as long as to copy the others' results to their place."""
+        whole = self._calls(self.own[r], self.own[r])
+        again = sum(call.pairs for call in self._calls(within(self.own[r], tiles), self.own[r]))
+        bounds = [0, *(at for tile in tiles for at in tile), length(self.held.ranges[r])]
+        others = list(joined(zip(bounds[::2], bounds[1::2])))
+        return whole if again <= COPIED * length(others) else self._calls(within(self.own[r], others), self.own[r])
 
     def _tiles(self, made: Sequence[Sequence[Call]]) -> dict[int, list[Range]]:
         """By stage, tiles of few queries whose keys of others come in this stage alone; none where some come in
