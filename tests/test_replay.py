@@ -13,6 +13,7 @@ from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine import replay, torch_private
 from tilesmith.engine.recording import _descriptor, recorder
+from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.settings import settings
 
 
@@ -154,6 +155,55 @@ def test_lists_of_blocks_are_replayed(as_if_on_a_gpu, monkeypatch, needs_triton)
         for _ in range(3):
             kernel.run(*args)
         assert (kernel.run.__name__, kernel.refusal) == ("replay", ""), name
+
+
+def test_merging_is_replayed(as_if_on_a_gpu, monkeypatch, needs_triton):
+    """In place, too, where an argument is written."""
+    from tilesmith.ops.attn.triton import merge
+
+    def launch(kernel, grid, *args, **named):
+        as_if_on_a_gpu(lambda *addresses: None, *(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)))
+
+    monkeypatch.setattr(merge, "launch", launch)
+    out, lse = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8)
+    for name in ("merge_attention", "accumulate_attention"):
+        fn = declared()[name].kernel("triton").fn
+        kernel = replay.Replay(fn, fn.configure.free, 0)
+        for _ in range(3):
+            kernel.run(out, lse, out.clone(), lse.clone())
+        assert (kernel.run.__name__, kernel.refusal) == ("replay", ""), name
+
+
+@pytest.mark.parametrize("name", ["attention_partial", "attention_vjp"])
+def test_packed_attention_is_replayed(as_if_on_a_gpu, monkeypatch, needs_triton, name):
+    """Whose queries and keys have one tensor of boundaries."""
+    from tilesmith.distributed.kernels import _NOTHING
+    from tilesmith.ops.attn import execute
+
+    launched = []
+
+    def launch(kernel, grid, *args, **named):
+        launched.append(kernel.__name__)
+        tensors = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+        as_if_on_a_gpu(lambda *addresses: None, *tensors)
+
+    monkeypatch.setattr(execute, "launch", launch)
+    starts, op = torch.tensor([0, 100, 300], dtype=torch.int32), declared()[name]
+    q, k, v, out, dout = (torch.randn(1, 2, 300, 128, dtype=torch.bfloat16) for _ in range(5))
+    given = {
+        **_NOTHING, **op.defaults, "q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": torch.randn(1, 2, 300),
+        "causal": True, "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 200, "max_seqlen_k": 200,
+        "dropout_p": 0.0, "deterministic": False, "gradients_fp32": True,
+        "output_mask": [True, True, True, False, False],
+    }  # fmt: skip
+    args = tuple(given[parameter] for parameter in op.parameters)
+    with assuming(arch_named("sm90")):
+        fn = op.kernel("hopper").fn
+        kernel = replay.Replay(fn, fn.configure.free, 0)
+        for _ in range(3):
+            kernel.run(*args)
+    assert (kernel.run.__name__, kernel.refusal) == ("replay", "")
+    assert len(launched) == 2 * len(set(launched)) and "tiles_kernel" in launched[0]
 
 
 def test_products_are_left_to_the_launcher_under_autocast(as_if_on_a_gpu):
