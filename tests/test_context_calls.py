@@ -14,6 +14,7 @@ from tilesmith import ops
 from tilesmith.bench.context_parallel_problems import Problem, documents_of
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention, cost, prepared
 from tilesmith.distributed.layout import joined
+from tilesmith.distributed.parts import Split, Splits
 from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, _merged, calls, pieces, spans
 from tilesmith.distributed.schedule import schedule
 
@@ -123,37 +124,71 @@ def test_no_fewer_calls_can_have_the_pieces(seed):
         assert len(calls(some)) == _fewest(merged)
 
 
-def _attended(seed: int, mode: str, deterministic: bool) -> None:
-    """out, lse and all gradients of a local ring in fp64 against one process."""
+def _attended(seed: int, mode: str, deterministic: bool, **terms) -> None:
+    """out, lse and all gradients of a local ring in fp64 against one process. terms: more of the mask and the score."""
     layout, starts, sight, _ = _random(seed)
     torch.manual_seed(seed)
     causal, left = sight.right == 0, -1 if sight.left >= FAR else sight.left
     window = None if (causal and left < 0) or sight == Sight() else (left, -1 if causal else sight.right)
-    mask, tokens, size = ops.Mask(causal=causal, window=window), layout.tokens, layout.size
-    q, k, v = (torch.randn(1, h, tokens, 4, dtype=torch.float64).requires_grad_() for h in (2, 1, 1))
-    sinks = torch.randn(2, dtype=torch.float64).requires_grad_() if seed % 3 == 0 else None
+    tokens, size = layout.tokens, layout.size
+    dense = torch.rand(1, 4, tokens, tokens) < 0.8 if "dense" in terms else None
+    score = ops.Score(bias=torch.randn(1, 4, tokens, tokens, dtype=torch.float64)) if "bias" in terms else ops.Score()
+    ids = torch.randint(0, 2, (1, tokens), dtype=torch.int32) if "documents" in terms else None
+    mask = ops.Mask(causal=causal, window=window, dense=dense, documents=ids)
+    q, k, v = (torch.randn(1, h, tokens, 4, dtype=torch.float64).requires_grad_() for h in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64).requires_grad_() if seed % 3 == 0 else None
     cu = torch.tensor(starts, dtype=torch.int32)
-    expected = ops.attention(q, k, v, mask, sinks=sinks, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    expected = ops.attention(q, k, v, mask, score, sinks=sinks, cu_seqlens_q=cu, cu_seqlens_k=cu)
     slopes = torch.randn_like(expected[0]), torch.where(expected[1].isfinite(), torch.randn_like(expected[1]), 0.0)
     asked = [q, k, v] + ([] if sinks is None else [sinks])
     exact = torch.autograd.grad(expected, asked, slopes)
     shards = [[layout.shard(x, rank, 2) for rank in range(size)] for x in (q, k, v)]
     named = {"layout": layout, "cu_seqlens": starts, "sinks": sinks, "deterministic": deterministic}
-    outs, lses = context_parallel_attention(*shards, LocalRing(size), mask, mode=mode, **named)
+    outs, lses = context_parallel_attention(*shards, LocalRing(size), mask, score, mode=mode, **named)
     found = layout.unshard(outs, 2), layout.unshard(lses, 2)
     torch.testing.assert_close(found, expected)
     for g, e in zip(torch.autograd.grad(found, asked, slopes), exact):
         torch.testing.assert_close(g, e)
 
 
+def _few(monkeypatch, seed: int) -> None:
+    """Queries that see others' keys are few, whatever they are."""
+    monkeypatch.setattr(pieces_module, "TILE", 2)
+    monkeypatch.setattr(pieces_module, "FEW", 1)
+    monkeypatch.setattr(schedule_module, "COPIED", seed % 3)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_random_layouts_equal_one_process(seed, monkeypatch):
-    """Half of them as if queries that see others' keys were few."""
+    """Half of them as if queries that see others' keys were few; some in parts of heads."""
     if seed % 8 < 4:
-        monkeypatch.setattr(pieces_module, "TILE", 2)
-        monkeypatch.setattr(pieces_module, "FEW", 1)
-        monkeypatch.setattr(schedule_module, "COPIED", seed % 3)
+        _few(monkeypatch, seed)
+    if seed % 5 == 0:
+        monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(Splits(Split(2), Split(2, 2))))
     _attended(seed, ("allgather", "ring")[seed % 2], seed % 4 < 2)
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_masks_and_biases_of_random_layouts_equal_one_process(seed, monkeypatch):
+    """What tensors say of a rank's queries and all keys, where a call has some of both."""
+    if seed % 4 < 2:
+        _few(monkeypatch, seed)
+    terms = [("dense",), ("bias",), ("documents",), ("dense", "bias", "documents")][seed // 4 % 4]
+    _attended(1000 + seed, ("allgather", "ring")[seed % 2], False, **dict.fromkeys(terms))
+
+
+@pytest.mark.parametrize("mode", ["allgather", "ring"])
+def test_dropout_under_a_window_is_that_of_the_gradients(mode, monkeypatch):
+    """A mask belongs to a call, so that results have the calls of the gradients."""
+    _few(monkeypatch, 0)
+    layout, mask = Layout.contiguous(32, 4), ops.Mask(causal=True, window=3)
+    v = torch.eye(32, dtype=torch.float64).expand(1, 2, 32, 32).contiguous()
+    q, k = (torch.zeros(1, 2, 32, 8, dtype=torch.float64) for _ in range(2))
+    shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(4)] for x in (q, k, v)]
+    outs, _ = context_parallel_attention(*shards, LocalRing(4), mask, mode=mode, layout=layout, dropout_p=0.5)
+    dv = torch.autograd.grad(sum(x.sum() for x in outs), shards[2])
+    p = layout.unshard(outs, 2)  # values are the unit matrix, so that out is what was not dropped
+    torch.testing.assert_close(layout.unshard(dv, 2)[..., 0], p.sum(2))
 
 
 @pytest.mark.parametrize("tokens, heads, most", [(1 << 16, 16, [2, 3]), (1 << 16, 64, [5, 4]), (1 << 20, 16, [6, 6])])
