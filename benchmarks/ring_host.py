@@ -1,11 +1,12 @@
 """What a call of `context_parallel_attention` costs the host beside its kernels and its transfers, on any machine.
 
-    python benchmarks/ring_host.py [--calls 1000] [--profile causal|packed|window]
+    python benchmarks/ring_host.py [--calls 1000] [--profile causal|packed|window|neighbour]
 
-Rank 0 of two, on a CPU: tensors of a few elements, kernels that make results of the right shapes and compute nothing, a
-ring that compares and moves nothing. Calls of the ops that merge, copy and add are left out, 5 to 7 µs each. A row of
-JSON for each case: the least and the median microseconds of this thread's time, forward and backward; about 7 and 16 of
-the least are autograd's own. Other work on the machine adds to the medians.
+Rank 0 of two on a CPU, and rank 1 in `neighbour`, a window that reaches into the other rank's keys: tensors of a few
+elements, kernels that make results of the right shapes and compute nothing, a ring that compares and moves nothing.
+Calls of the ops that merge, copy and add are left out, 5 to 7 µs each. A row of JSON for each case: the least and the
+median microseconds of this thread's time, forward and backward; about 7 and 16 of the least are autograd's own. Other
+work on the machine adds to the medians.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ CASES = {
     "causal": Problem("causal", 256, 2, 2, 2),
     "packed": Problem("packed documents", 2048, 2, 2, 2, lengths=documents_of(2048)),
     "window": Problem("window 128 with sinks", 1024, 2, 1, 2, window=127, sinks=True),
+    "neighbour": Problem("window 128 with sinks", 4096, 2, 1, 2, window=127, sinks=True),
 }
+RANK = {"neighbour": 1}
 
 
 class Nothing(kernels.Ours):
@@ -62,10 +65,10 @@ class Still(OneRank):
         return True
 
 
-def passes(problem: Problem) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
+def passes(problem: Problem, rank: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
     """Forward, and backward of its result."""
     layout, heads = problem.layout(2), (problem.heads, problem.kv_heads, problem.kv_heads)
-    ring, mask, starts = Still(2, 0), problem.mask, problem.starts
+    ring, mask, starts = Still(2, rank), problem.mask, problem.starts
     shape = layout.local, problem.dim
     q, k, v = (torch.randn(1, h, *shape, dtype=torch.bfloat16, requires_grad=True) for h in heads)
     sinks = torch.zeros(problem.heads, requires_grad=True) if problem.sinks else None
@@ -79,9 +82,9 @@ def passes(problem: Problem) -> tuple[Callable[[], Tensor], Callable[[Tensor], A
     return forward, lambda out: torch.autograd.grad(out, wanted, dout)
 
 
-def measured(problem: Problem, calls: int) -> dict[str, list[float]]:
+def measured(problem: Problem, rank: int, calls: int) -> dict[str, list[float]]:
     """The least and the median of each pass, in microseconds."""
-    forward, backward = passes(problem)
+    forward, backward = passes(problem, rank)
     taken: dict[str, list[float]] = {"forward": [], "backward": []}
     for _ in range(calls + 5):
         began = time.thread_time()
@@ -106,9 +109,9 @@ def main() -> None:
     runs = mock.patch.multiple(sums.ops, add_runs=lambda *given: None, copy_runs=lambda *given: None)
     with merge, runs, torch.autograd.set_multithreading_enabled(False):
         for name, problem in CASES.items():
-            sys.stdout.write(json.dumps({"case": name, **measured(problem, given.calls)}) + "\n")
+            sys.stdout.write(json.dumps({"case": name, **measured(problem, RANK.get(name, 0), given.calls)}) + "\n")
         if given.profile:
-            forward, backward = passes(CASES[given.profile])
+            forward, backward = passes(CASES[given.profile], RANK.get(given.profile, 0))
             with cProfile.Profile() as profile:
                 for _ in range(given.calls):
                     backward(forward())

@@ -59,6 +59,40 @@ def check_modes():
             assert not g[:, :, held:].any()
 
 
+def check_few_calls():
+    """Packed documents with queries without keys between others, and windows whose first tile has a call of its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    starts = (0, 700, 760, 1100, 1300, 1350, 2000, 1024 * size)
+    window = ops.Mask(causal=True, window=127)
+    for layout, mask, cu in (
+        (Layout.balanced(starts, size), CAUSAL, starts),
+        (Layout.zigzag(starts[-1], size), CAUSAL, starts),
+        (Layout.contiguous(starts[-1], size), window, None),
+        (Layout.contiguous(starts[-1], size), window, starts),
+    ):
+        whole = [x.requires_grad_() for x in inputs(layout.tokens)]
+        sinks = torch.linspace(-1, 1, 8, device=whole[0].device).requires_grad_()
+        packed = {}
+        if cu is not None:
+            boundaries = torch.tensor(cu, dtype=torch.int32, device=sinks.device)
+            packed = {"cu_seqlens_q": boundaries, "cu_seqlens_k": boundaries}
+        out, _ = ops.attention(*whole, mask, sinks=sinks, **packed)
+        exact = torch.autograd.grad(out, [*whole, sinks], torch.ones_like(out))
+        mine = [layout.shard(x.detach(), rank, 2).requires_grad_() for x in whole]
+        for mode in ("allgather", "ring"):
+            for _ in range(4 if torch.cuda.is_available() else 1):  # the third is replayed
+                got, _ = context_parallel_attention(
+                    *mine, None, mask, mode=mode, layout=layout, cu_seqlens=cu, sinks=sinks
+                )  # fmt: skip
+                grads = torch.autograd.grad(got, [*mine, sinks], torch.ones_like(got))
+                close(got, layout.shard(out, rank, 2))
+                for g, e in zip(grads, exact[:3]):
+                    close(g, layout.shard(e, rank, 2))
+                total = grads[3].clone()
+                dist.all_reduce(total)
+                close(total, exact[3])
+
+
 def check_peer_memory():
     """Transfers by copy engines come to the bits of NCCL's, in any size, order and mode."""
     if not torch.cuda.is_available():

@@ -13,6 +13,7 @@ from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine import replay, torch_private
 from tilesmith.engine.recording import _descriptor, recorder
+from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.settings import settings
 
 
@@ -156,6 +157,55 @@ def test_lists_of_blocks_are_replayed(as_if_on_a_gpu, monkeypatch, needs_triton)
         assert (kernel.run.__name__, kernel.refusal) == ("replay", ""), name
 
 
+def test_merging_is_replayed(as_if_on_a_gpu, monkeypatch, needs_triton):
+    """In place, too, where an argument is written."""
+    from tilesmith.ops.attn.triton import merge
+
+    def launch(kernel, grid, *args, **named):
+        as_if_on_a_gpu(lambda *addresses: None, *(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)))
+
+    monkeypatch.setattr(merge, "launch", launch)
+    out, lse = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8)
+    for name in ("merge_attention", "accumulate_attention"):
+        fn = declared()[name].kernel("triton").fn
+        kernel = replay.Replay(fn, fn.configure.free, 0)
+        for _ in range(3):
+            kernel.run(out, lse, out.clone(), lse.clone())
+        assert (kernel.run.__name__, kernel.refusal) == ("replay", ""), name
+
+
+@pytest.mark.parametrize("name", ["attention_partial", "attention_vjp"])
+def test_packed_attention_is_replayed(as_if_on_a_gpu, monkeypatch, needs_triton, name):
+    """Whose queries and keys have one tensor of boundaries."""
+    from tilesmith.distributed.kernels import _NOTHING
+    from tilesmith.ops.attn import execute
+
+    launched = []
+
+    def launch(kernel, grid, *args, **named):
+        launched.append(kernel.__name__)
+        tensors = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor)]
+        as_if_on_a_gpu(lambda *addresses: None, *tensors)
+
+    monkeypatch.setattr(execute, "launch", launch)
+    starts, op = torch.tensor([0, 100, 300], dtype=torch.int32), declared()[name]
+    q, k, v, out, dout = (torch.randn(1, 2, 300, 128, dtype=torch.bfloat16) for _ in range(5))
+    given = {
+        **_NOTHING, **op.defaults, "q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": torch.randn(1, 2, 300),
+        "causal": True, "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 200, "max_seqlen_k": 200,
+        "dropout_p": 0.0, "deterministic": False, "gradients_fp32": True,
+        "output_mask": [True, True, True, False, False],
+    }  # fmt: skip
+    args = tuple(given[parameter] for parameter in op.parameters)
+    with assuming(arch_named("sm90")):
+        fn = op.kernel("hopper").fn
+        kernel = replay.Replay(fn, fn.configure.free, 0)
+        for _ in range(3):
+            kernel.run(*args)
+    assert (kernel.run.__name__, kernel.refusal) == ("replay", "")
+    assert len(launched) == 2 * len(set(launched)) and "tiles_kernel" in launched[0]
+
+
 def test_products_are_left_to_the_launcher_under_autocast(as_if_on_a_gpu):
     launcher = _products(as_if_on_a_gpu, [])
     x, weight = torch.randn(2, 2, 8), torch.randn(5, 8)
@@ -197,6 +247,24 @@ def test_an_argument_that_is_written_over_and_returned_is_the_next_calls(as_if_o
         scaled, square = kernel.run(saved, factor)
         assert scaled is saved and torch.equal(scaled, want) and torch.equal(square, want @ want)
     assert kernel.run.__name__ == "replay"
+
+
+def test_one_tensor_as_two_arguments_is_replayed_where_it_is_one_again(as_if_on_a_gpu):
+    asked = []
+
+    def launcher(a, b, c):
+        asked.append((a, b, c))
+        return torch.mm(a, b) + torch.mm(b, c)
+
+    kernel = replay.Replay(launcher, lambda: True, 0)
+    one, two, three = (torch.randn(3, 3) for _ in range(3))
+    for again in range(4):
+        assert torch.equal(kernel.run(one, two, two), one @ two + two @ two)
+        assert len(asked) == min(again + 1, 2)
+    assert kernel.run.__name__ == "replay"
+    assert torch.equal(kernel.run(one, two, three), one @ two + two @ three) and len(asked) == 3
+    assert torch.equal(kernel.run(two, one, one), two @ one + one @ one) and len(asked) == 3
+    assert torch.equal(kernel.run(one, one, one), one @ one + one @ one)
 
 
 @pytest.mark.parametrize("cause", ["value", "noise", "stranger", "bits"])

@@ -25,6 +25,8 @@ BACKWARD = 2.5  # products of the backward over those of the forward
 # measured.
 TAIL = 0.25
 ONE = Split()
+# So many of `Machine.ramp` a call on others' keys takes by this model: attention, merging, gradients, sums.
+RAMPS = 1 + 1 + BACKWARD + 1.5
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Link:
 class Machine:
     """The facts of the model.
 
-    rate: FLOP/s of the attention kernel at long sequences. ramp: seconds that a call takes beyond its FLOPs. bandwidth:
-    device memory, bytes/s. memory: bytes that gathered keys may take, 0 for no limit. host: seconds of a comparison of
-    signatures. node: ranks that `link` connects; `network` connects the others. multiprocessors: that share a call's
-    tiles, 0 where there are none.
+    rate: FLOP/s of the attention kernel at long sequences. ramp: seconds that a call takes beyond its FLOPs. issue:
+    seconds of the host for a call and what is around it, in one pass. bandwidth: device memory, bytes/s. memory: bytes
+    that gathered keys may take, 0 for no limit. host: seconds of a comparison of signatures. node: ranks that `link`
+    connects; `network` connects the others. multiprocessors: that share a call's tiles, 0 where there are none.
     """
 
     name: str
@@ -55,6 +57,9 @@ class Machine:
     link: Link = field(default=Link(1.5e-5, 3.4e11))
     network: Link = field(default=Link(3e-5, 4.2e10))
     multiprocessors: int = 0
+    # By a profile on two H200s: packed documents had 12 calls in 7.9 ms of the host, a causal sequence 4 in 3.2. Of the
+    # difference 1.9 ms were launches that were not replayed, and transfers.
+    issue: float = 3e-4
 
 
 # Rates of kernels in bf16 at head dim 128; NVLink 4 and a 400 Gbit/s card for each GPU, at what collectives reach of
@@ -174,11 +179,36 @@ def degrees(problem: Problem) -> list[tuple[str, int, bool]]:
     return found + [("hybrid", d, False) for d in range(2, size) if size % d == 0]
 
 
+def planned(problem: Problem, machine: Machine, degree: int, steps: bool) -> Schedule:
+    """The schedule of a call, whose calls of the kernel pass over as many queries without keys as take no longer than
+    a call of its own. Raises ValueError where heads cannot be shared out."""
+    many = problem.heads, problem.kv_heads, problem.batch == 1
+    plan = schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many, gap=0)
+    if problem.batch > 1 or all(len(x) < 2 for stage in (*plan.stages, *plan.answers) for x in stage.calls):
+        return plan
+    gap = _gap(problem, machine, plan)
+    return schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many, gap=gap)
+
+
+def _gap(problem: Problem, machine: Machine, plan: Schedule) -> int:
+    """How many queries without keys take as long as a call: the host's time for it, where issuing the calls takes the
+    busiest rank longer than computing them, else the device's. Such a query has zeros for out and dq, which are written
+    in fp32, and its out and dout are read."""
+    ranks = range(problem.layout.size)
+    heads = problem.heads // plan.degree
+    issued = 2 * machine.issue * max(sum(len(stage.calls[r]) for stage in plan.stages) for r in ranks)
+    flops = 4 * problem.batch * problem.dim * heads * max(map(plan.pairs, ranks))
+    worth = RAMPS * machine.ramp
+    if issued > (1 + BACKWARD) * flops / machine.rate:
+        worth = max(worth, 2 * machine.issue)
+    row = problem.batch * heads * problem.dim * 2 * (max(4, problem.itemsize) + problem.itemsize)
+    return int(worth * machine.bandwidth / row)
+
+
 def estimate(problem: Problem, machine: Machine, mode: str, degree: int, steps: bool) -> Estimate:
     """The cost of one mode, or why it cannot be."""
     try:
-        many = problem.heads, problem.kv_heads, problem.batch == 1
-        plan = schedule(problem.layout, problem.starts, problem.sight, degree, steps, *many)
+        plan = planned(problem, machine, degree, steps)
     except ValueError as problem_with:
         return Estimate(mode, degree, refused=str(problem_with))
     taken = ring_parts(problem, machine) if mode == "ring" else None
@@ -202,8 +232,7 @@ def ring_parts(problem: Problem, machine: Machine) -> RingParts:
 
 @lru_cache(maxsize=256)
 def _ring_parts(problem: Problem, machine: Machine, room: float, loss: float, little: float) -> RingParts:
-    many = problem.heads, problem.kv_heads, problem.batch == 1
-    plan = schedule(problem.layout, problem.starts, problem.sight, 1, True, *many)
+    plan = planned(problem, machine, 1, True)
     holding = Holding(plan, problem.parts_of, machine.multiprocessors)
     busiest = max(range(problem.layout.size), key=plan.pairs)
     able = parts.splits(problem.heads, problem.kv_heads)
@@ -271,10 +300,11 @@ def _rank_times(
     gradients = max(4, problem.itemsize) * keys // problem.itemsize
     for i, split in enumerate(splits):
         factor = 1.0 if i == 0 else BACKWARD
-        arriving = [_travel(machine, stage.transfers, rank, keys, split) for stage in plan.stages]
-        for stage, coming in zip(plan.stages, [*(seconds for seconds, _ in arriving[1:]), 0.0]):
+        stages = plan.stages if i else plan.answers
+        arriving = [_travel(machine, stage.transfers, rank, keys, split) for stage in stages]
+        for stage, coming in zip(stages, [*(seconds for seconds, _ in arriving[1:]), 0.0]):
             work = factor * _compute(problem, machine, stage.calls[rank], q_heads, split)
-            if stage.transfers:
+            if stage.transfers and not stage.whole[rank]:
                 merging = _merging(problem, machine, stage.calls[rank], q_heads, split)
                 work += merging if i == 0 else 1.5 * merging
             passes[i] += max(work, coming)
@@ -314,13 +344,13 @@ def _compute(problem: Problem, machine: Machine, calls: Sequence[Call], heads: i
     row = 4 * problem.batch * problem.dim
     flops = row * heads * sum(call.pairs for call in calls)
     # a tile is what some queries of a head see, and in the backward what sees some keys
-    seen = sum(call.pairs / call.tokens + call.pairs / call.keys for call in calls) / 2
+    seen = sum(call.pairs / call.rows + call.pairs / call.keys for call in calls) / 2
     tiles = row * TILE * seen * machine.multiprocessors
     return (flops + TAIL * tiles * split.parts) / machine.rate + machine.ramp * len(calls) * split.parts
 
 
 def _merging(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, split: Split) -> float:
-    """Reading two results, which are fp32, and writing one, for each row."""
-    rows = problem.batch * heads * sum(call.tokens for call in calls)
-    moved = 3 * rows * problem.dim * max(4, problem.itemsize)
+    """Reading two results, which are fp32, and writing one, for each row; writing one for a row without keys."""
+    rows = problem.batch * heads * sum(2 * call.rows + call.tokens for call in calls)
+    moved = rows * problem.dim * max(4, problem.itemsize)
     return moved / machine.bandwidth + machine.ramp * len(calls) * split.parts

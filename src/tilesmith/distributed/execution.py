@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilesmith.distributed.gradients import gradients
 from tilesmith.distributed.kernels import Terms
-from tilesmith.distributed.pieces import Call, Overlap
+from tilesmith.distributed.pieces import Overlap
 from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
 from tilesmith.distributed.travel import (
@@ -151,21 +151,16 @@ def _attend_part(
 
     def compute(stage: Stage, keys: Shards) -> None:
         for r, (q, _, _) in shards.items():
-            for call in _calls(stage, r, drops):
+            for call in stage.calls[r]:
                 adds = rows[r].adds(call)
                 some = terms[r].of(call, stage.held[r], index[r], None if adds else terms[r].sinks)
                 index[r] += 1
                 rows[r].take(call, *work.kernel.forward(*cut(call, q, *keys[r]), call, some, adds))
 
-    through(work, shards, compute)
+    through(work, shards, compute, stages=work.schedule.stages if drops else work.schedule.answers)
     return {r: rows.pop(r).result() for r in shards}
 
 
 def _overlap(work: Work, rank: int, drops: bool) -> Overlap:
     sums = work.schedule.sums(rank)
     return sums.calls if drops else sums.answers
-
-
-def _calls(stage: Stage, rank: int, drops: bool) -> Sequence[Call]:
-    """A rank's calls for results."""
-    return (stage.calls if drops else stage.answers)[rank]

@@ -15,7 +15,6 @@ from tilesmith.distributed.checks import EVERYTHING, LAYOUTS, SCALED, barred, ma
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.parts import Splits
 from tilesmith.distributed.peer_memory import starts as places
-from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.transport import Transport
 from tilesmith.engine.argument_checks import choice, divides, located
 from tilesmith.engine.argument_checks import size as checked_size
@@ -92,8 +91,7 @@ def _transport(group: Group, problem: cost.Problem, taken: cost.Decision, machin
 def _need(problem: cost.Problem, taken: cost.Decision, machine: cost.Machine) -> int:
     """Bytes of a rank in the largest exchange of a call and its gradients."""
     ring = taken.mode == "ring"
-    many = problem.heads, problem.kv_heads, problem.batch == 1
-    plan = schedule(problem.layout, problem.starts, problem.sight, taken.degree, ring, *many)
+    plan = cost.planned(problem, machine, taken.degree, ring)
     splits = cost.ring_parts(problem, machine).splits if ring else Splits()
     token, wide = problem.batch * problem.dim * problem.itemsize, problem.batch * problem.dim * 4
     heads, kv_heads = (max(last - first for first, last in each) for each in (plan.q_heads, plan.kv_heads))

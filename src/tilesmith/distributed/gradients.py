@@ -144,7 +144,11 @@ class _Part:
                 run(dout, *call.span), slope, *cut(call, q, *keys), run(out, *call.span),
                 run(lse, *call.span).contiguous(), call, some, kind.adds,
             )  # fmt: skip
-            self.sums[r].add(found[:1], call.q, not self.left[r])
+            if len(call.runs) == 1:
+                self.sums[r].add(found[:1], call.q, not self.left[r])
+            else:  # of the queries between them dq is zeros
+                runs = [n for low, high in call.runs for n in (low - call.q, low, high - low)]
+                self.sums[r].add_runs(found[:1], runs, not self.left[r])
             into.add(found[1:3], call.k)
             if counts:
                 self.dsinks[r].add_(found[3])

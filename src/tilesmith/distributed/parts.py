@@ -190,15 +190,15 @@ def _travelling(here: _Stage, next_: _Stage | None, i: int) -> int:
 
 def _by_rank(plan: Schedule) -> list[list[_Stage]]:
     found: list[list[_Stage]] = [[] for _ in range(plan.layout.size)]
-    for stage in plan.stages:
+    for stage, answers in zip(plan.stages, plan.answers):
         used, sent = [0] * plan.layout.size, [0] * plan.layout.size
-        for move in stage.transfers:
+        for move in answers.transfers:
             _count(move, used, sent)
         for r, each in enumerate(found):
             calls = stage.calls[r]
             each.append(
                 _Stage(
-                    used[r], sent[r], _most(calls, "tokens"), _most(stage.answers[r], "tokens"), _most(calls, "keys"),
+                    used[r], sent[r], _most(calls, "tokens"), _most(answers.calls[r], "tokens"), _most(calls, "keys"),
                     len(calls),
                 )
             )  # fmt: skip

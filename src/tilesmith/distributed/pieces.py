@@ -1,7 +1,8 @@
 """What a rank computes, as calls of attention on ranges of its queries and of keys: functions of a layout and a mask.
 
 A span is a run of tokens of one document with its place in a buffer. A piece is a span of queries with a span of keys,
-cut to what can see each other. Pieces that one call of the kernel can serve are made one call.
+cut to what can see each other. Pieces that one call of the kernel can serve are made one call: those whose queries and
+keys ascend together become its packed documents, and what lies between them documents without keys or without queries.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from tilesmith.distributed.layout import Range, joined, length
 FAR = 1 << 62  # an unlimited side of a window
 TILE = 128  # queries that kernels work on together
 FEW = 8  # queries are few where they are at most this part of all
+# Pairs of a query and a key of a head in whose time its row of results is set to zero and copied: 6 bytes an element, 4
+# FLOPs, and 6.2e14 FLOP/s by 4.8e12 bytes/s of an H200; 150 and 225 on an A100 and a B200.
+COPIED = 194
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class Piece:
 class Call:
     """One call of attention: its ranges of queries and keys, its window (-1 is unlimited), and boundaries if packed.
 
-    cu_q, cu_k: starts of the packed pieces within the ranges, and the end; empty for one piece.
+    cu_q, cu_k: starts of the packed pieces within the ranges, and the end; empty for one piece. Pieces without keys
+    have the queries between others, and pieces without queries the keys.
     """
 
     q: int
@@ -78,10 +83,23 @@ class Call:
         return self.q, self.q + self.tokens
 
     @cached_property
+    def runs(self) -> tuple[Range, ...]:
+        """Those of its queries that have keys, ascending."""
+        if not self.cu_q:
+            return (self.span,)
+        sizes = zip(pairwise(self.cu_q), pairwise(self.cu_k))
+        return joined((self.q + start, self.q + stop) for (start, stop), (first, end) in sizes if first < end)
+
+    @cached_property
     def longest(self) -> tuple[int, int]:
         """The most queries and the most keys of a packed piece, 0 if there are none."""
         queries, keys = (max((b - a for a, b in pairwise(cu)), default=0) for cu in (self.cu_q, self.cu_k))
         return queries, keys
+
+    @property
+    def rows(self) -> int:
+        """How many of its queries have keys."""
+        return length(self.runs)
 
     @cached_property
     def pairs(self) -> int:
@@ -137,13 +155,19 @@ def seen(queries: Iterable[Span], keys: Iterable[Span], sight: Sight) -> list[Ra
     return found
 
 
-def calls(found: Sequence[Piece], pack: bool = True) -> tuple[Call, ...]:
+def calls(found: Sequence[Piece], pack: bool = True, gap: int = FAR) -> tuple[Call, ...]:
     """The pieces as few calls: pieces that are one rectangle or one triangle together become one piece, and pieces
-    whose queries and keys follow one another become documents of one packed call, if `pack`: it has one batch row."""
-    merged = _merged(sorted(found, key=lambda piece: (piece.q, piece.k)))
+    whose queries and keys ascend become documents of one packed call, if `pack`: it has one batch row.
+
+    gap: the most queries, and the most keys, between two pieces of a call. In the order of their queries, each piece
+    goes to the call that has used the most keys before its own, which leaves the others to pieces that need more. With
+    any gap, and where no window keeps pieces apart, no fewer calls can have them (so trapezoid graphs are coloured:
+    Felsner, Müller, Wernisch, 1997).
+    """
     groups: list[_Group] = []
-    for piece in merged:
-        if not (pack and any(group.takes(piece) for group in reversed(groups))):
+    for piece in _merged(sorted(found, key=lambda piece: (piece.q, piece.k))):
+        ready = sorted(groups, key=lambda group: group.ends, reverse=True) if pack else ()
+        if not any(group.takes(piece, gap) for group in ready):
             groups.append(_Group(piece))
     return tuple(group.call() for group in groups)
 
@@ -186,44 +210,26 @@ def _most(spans: Sequence[Range]) -> int:
     return max(accumulate((change for _, change in ends), initial=0))
 
 
-def apart(each: Sequence[Sequence[Piece]], pack: bool = True) -> list[tuple[Call, ...]]:
-    """`calls` of several lists of pieces. Where few of the queries are in several calls, to whole tiles of them, these
-    have calls of their own, so that the others' results are no parts of sums."""
-    plain = [calls(found, pack) for found in each]
-    shared = several(call.span for made in plain for call in made)
-    last = max((piece.q + piece.tokens for found in each for piece in found), default=0)
-    tiles = list(joined((start // TILE * TILE, min(-(-stop // TILE) * TILE, last)) for start, stop in shared))
-    if not tiles or FEW * length(tiles) > last:
-        return plain
-    bounds = sorted({0, last, *(at for tile in tiles for at in tile)})
-    within = [[], []]  # stretches of queries: others, and these
-    for start, stop in pairwise(bounds):
-        within[any(low <= start < high for low, high in tiles)].append((start, stop))
-    return [tuple(call for stretches in within for call in calls(_rows_of(found, stretches), pack)) for found in each]
+def apart(made: Sequence[Sequence[Call]]) -> tuple[Range, ...]:
+    """The tiles of queries that several calls share, if they are few among all and the first calls, on keys that are
+    here, share none: such queries can be answered by one call on all the keys that they see. Else none."""
+    runs = [[run for call in some for run in call.runs] for some in made]
+    last = max((stop for some in runs for _, stop in some), default=0)
+    shared = several(run for some in runs for run in some)
+    tiles = joined((start // TILE * TILE, min(-(-stop // TILE) * TILE, last)) for start, stop in shared)
+    return tiles if FEW * length(tiles) <= last and not several(runs[0]) else ()
 
 
-def _rows_of(found: Sequence[Piece], stretches: Sequence[Range]) -> list[Piece]:
-    """The pieces of some stretches of queries."""
-    cut = []
-    for piece in found:
-        for start, stop in stretches:
-            low, high = max(piece.q, start), min(piece.q + piece.tokens, stop)
+def within(spans: Iterable[Span], ranges: Sequence[Range]) -> list[Span]:
+    """What of the spans has its place in some ranges of their buffer."""
+    found = []
+    for span in spans:
+        for begin, end in ranges:
+            low, high = max(begin, span.at), min(end, span.at + span.stop - span.start)
             if low < high:
-                cut += _rows(piece, low - piece.q, high - piece.q)
-    return cut
-
-
-def _rows(piece: Piece, low: int, high: int) -> list[Piece]:
-    """A piece of some of its queries, and of the keys that they see."""
-    ahead = piece.keys - piece.tokens  # query i stands beside key i + ahead
-    first = 0 if piece.left >= FAR else max(0, low + ahead - piece.left)
-    end = piece.keys if piece.right >= FAR else min(piece.keys, high + ahead + piece.right)
-    if first >= end:
-        return []
-    behind = high + ahead - end  # the last query's place behind the last key's
-    left = FAR if piece.left >= FAR else piece.left - behind
-    right = FAR if piece.right >= FAR else piece.right + behind
-    return [Piece(piece.q + low, high - low, piece.k + first, end - first, left, right)]
+                start = span.start + low - span.at
+                found.append(Span(start, start + high - low, low, span.document))
+    return found
 
 
 def _cut(query: Span, key: Span, sight: Sight) -> tuple[int, int, int, int]:
@@ -284,10 +290,17 @@ class _Group:
         self.left = None if piece.left >= piece.keys - 1 else piece.left
         self.right = None if piece.right >= piece.tokens - 1 else piece.right
 
-    def takes(self, piece: Piece) -> bool:
-        """Add a piece, if its queries and keys follow those that are here and it fits their window."""
+    @property
+    def ends(self) -> Range:
+        """Where its keys end, and its queries."""
         last = self.pieces[-1]
-        if (piece.q, piece.k) != (last.q + last.tokens, last.k + last.keys):
+        return last.k + last.keys, last.q + last.tokens
+
+    def takes(self, piece: Piece, gap: int) -> bool:
+        """Add a piece, if its queries and keys follow those that are here, with no more than `gap` between, and it fits
+        their window."""
+        k, q = self.ends
+        if not (0 <= piece.q - q <= gap and 0 <= piece.k - k <= gap):
             return False
         left = _agreed(self.left, piece.left, piece.keys, [p.keys for p in self.pieces])
         right = _agreed(self.right, piece.right, piece.tokens, [p.tokens for p in self.pieces])
@@ -302,10 +315,21 @@ class _Group:
         left, right = (-1 if side is None else side for side in (self.left, self.right))
         cu_q = cu_k = ()
         if len(self.pieces) > 1:
-            cu_q = tuple(accumulate((p.tokens for p in self.pieces), initial=0))
-            cu_k = tuple(accumulate((p.keys for p in self.pieces), initial=0))
+            cu_q, cu_k = zip(*self._boundaries())
         tokens, keys = last.q + last.tokens - first.q, last.k + last.keys - first.k
         return Call(first.q, tokens, first.k, keys, left, right, cu_q, cu_k)
+
+    def _boundaries(self) -> list[tuple[int, int]]:
+        """Queries and keys before each document of the call, and all of them."""
+        first, found = self.pieces[0], [(0, 0)]
+        for piece in self.pieces:
+            q, k = piece.q - first.q, piece.k - first.k
+            if q > found[-1][0]:
+                found.append((q, found[-1][1]))  # queries without keys
+            if k > found[-1][1]:
+                found.append((q, k))  # keys without queries
+            found.append((q + piece.tokens, k + piece.keys))
+        return found
 
 
 def _agreed(side: int | None, asked: int, length: int, lengths: Sequence[int]) -> int | bool | None:

@@ -23,7 +23,7 @@ from tilesmith.distributed.kernels import KERNELS, Kernel, Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.parts import HeadPart, head_parts
 from tilesmith.distributed.ring import Ring
-from tilesmith.distributed.schedule import Schedule, schedule
+from tilesmith.distributed.schedule import Schedule
 from tilesmith.distributed.signature import Facts
 from tilesmith.engine.argument_checks import choice, flag, probability
 from tilesmith.engine.argument_checks import size as checked_size
@@ -142,7 +142,7 @@ def _prepared(
     checks.refuse(mask, score, sinks, shards, held, ring)
     problem = _problem(shards, held, starts, mask)
     decision = _decision(problem, q.device, mask, score, asked.mode, signed["degree"])
-    plan = _plan(shards, held, starts, mask, decision)
+    plan = _plan(problem, q.device, decision)
     parts = _parts(shards, problem, decision, signed["dropout_p"] > 0.0)
     plain = Terms(score.scale, score.softcap, dropout_p=signed["dropout_p"], deterministic=asked.deterministic)
     kernel, early = KERNELS[asked.kernel], _few(plan, shards)
@@ -183,8 +183,8 @@ def terms_of(
 
 
 def _refuse_kernel(kernel: Kernel, plan: Schedule, rank: int, q: Tensor, terms: Terms) -> None:
-    for stage in plan.stages:
-        for call in (*stage.calls[rank], *stage.answers[rank]):
+    for stage in (*plan.stages, *plan.answers):
+        for call in stage.calls[rank]:
             why = kernel.rejects(q, call, terms)
             if why:
                 raise ValueError(f"{NAME}: kernel {kernel.name!r} cannot serve this call: {why}")
@@ -239,15 +239,11 @@ def _chosen(problem: cost.Problem, device: torch.device, barred: tuple[tuple[str
     return found
 
 
-def _plan(
-    shards: Mapping, layout: Layout, starts: tuple[int, ...], mask: ops.Mask, decision: cost.Decision
-) -> Schedule:  # fmt: skip
-    q, k, _ = next(iter(shards.values()))
+def _plan(problem: cost.Problem, device: torch.device, decision: cost.Decision) -> Schedule:
     try:
-        many = q.shape[1], k.shape[1], q.shape[0] == 1
-        return schedule(layout, starts, checks.sight_of(mask), decision.degree, decision.mode == "ring", *many)
-    except ValueError as problem:
-        raise ValueError(f"{NAME}: mode {decision.mode!r}: {problem}") from None
+        return cost.planned(problem, cost.machine_of(device), decision.degree, decision.mode == "ring")
+    except ValueError as no:
+        raise ValueError(f"{NAME}: mode {decision.mode!r}: {no}") from None
 
 
 def _parts(

@@ -12,7 +12,21 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from tilesmith.distributed.layout import Layout, Range, joined, length, offsets
-from tilesmith.distributed.pieces import Call, Overlap, Sight, apart, calls, pieces, seen, several, spans
+from tilesmith.distributed.pieces import (
+    COPIED,
+    FAR,
+    Call,
+    Overlap,
+    Sight,
+    Span,
+    apart,
+    calls,
+    pieces,
+    seen,
+    several,
+    spans,
+    within,
+)
 
 HeadRange = tuple[int, int]
 
@@ -98,13 +112,14 @@ class Stage:
     """Keys that arrive together and the calls that use them; one entry for each rank.
 
     transfers: what brings the keys, none for a rank's own. held: the ranges of the sequence in each rank's buffer.
-    answers: the same calls for results, where few queries that other stages answer too are apart from the others.
+    whole: whether the calls have all keys that their queries see, so that their results stand in place of those of
+    stages before.
     """
 
     transfers: Moves
     held: tuple[tuple[Range, ...], ...]
     calls: tuple[tuple[Call, ...], ...]
-    answers: tuple[tuple[Call, ...], ...]
+    whole: tuple[bool, ...]
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -123,8 +138,8 @@ class Stage:
 class Sums(NamedTuple):
     """What a rank adds up.
 
-    answers, calls: the results of these calls of all stages. parts: how many parts a gradient of its tokens may have.
-    once: whether the calls on its own keys have each of its queries once.
+    answers, calls: results, of the schedule's answers and of its stages. parts: how many parts a gradient of its tokens
+    may have. once: whether the calls on its own keys have each of its queries once.
     """
 
     answers: Overlap
@@ -137,7 +152,10 @@ class Sums(NamedTuple):
 class Schedule:
     """layout: how callers hold the sequence. groups: how groups of `degree` ranks hold it together. q_moves, kv_moves:
     how tokens and heads come to be exchanged within groups, none if degree is 1. kv_heads: of each rank, which kv heads
-    it works on, and q_heads likewise. stages: the first has each rank's own keys."""
+    it works on, and q_heads likewise. stages: the first has each rank's own keys. answers: stages for results alone,
+    where few queries that see others' keys have calls of their own on all their keys, which come with a copy of the
+    rank's own; the same where there are none.
+    """
 
     layout: Layout
     groups: Layout
@@ -147,6 +165,7 @@ class Schedule:
     q_heads: tuple[HeadRange, ...]
     kv_heads: tuple[HeadRange, ...]
     stages: tuple[Stage, ...]
+    answers: tuple[Stage, ...]
 
     def tokens(self, rank: int) -> int:
         """Tokens in a rank's buffers while it computes."""
@@ -156,13 +175,12 @@ class Schedule:
         """What a rank adds up; found out once."""
         found = self._sums.get(rank)
         if found is None:
-            answers, calls = (
-                [call for stage in self.stages for call in getattr(stage, name)[rank]] for name in ("answers", "calls")
-            )
+            calls = [call for stage in self.stages for call in stage.calls[rank]]
+            whole = any(stage.whole[rank] for stage in self.answers)
             returned = sum(move.source == rank for stage in self.stages for move in stage.transfers)
             own = [call.span for call in self.stages[0].calls[rank]]
             once = length(own) == self.tokens(rank) and not several(own)
-            found = Sums(Overlap(answers), Overlap(calls), max(len(calls), 1 + returned), once)
+            found = Sums(Overlap(() if whole else calls), Overlap(calls), max(len(calls), 1 + returned), once)
             self._sums[rank] = found
         return found
 
@@ -185,12 +203,14 @@ def schedule(
     heads: int,
     kv_heads: int,
     pack: bool = True,
+    gap: int = FAR,
 ) -> Schedule:
     """The schedule of one call.
 
     starts: boundaries of the documents. degree: ranks of a group, which share heads. steps: whether keys come from one
     group at a time, so that memory does not grow with the number of groups, or from all at once. pack: whether a call
-    may hold several documents, as calls of one batch row can.
+    may hold several documents, as calls of one batch row can. gap: how many queries without keys, and keys without
+    queries, may lie between two documents of a call.
     Raises ValueError where heads cannot be shared out (`shared_heads`).
     """
     groups = [range(first, first + degree) for first in range(0, layout.size, degree)]
@@ -200,9 +220,11 @@ def schedule(
         _head_moves(layout, held, groups, [each[i] for each in shared]) if degree > 1 else Moves() for i in (0, 1)
     )
     q_heads, kv_shared = (tuple(each[i] for each in shared) for i in (0, 1))
-    return Schedule(
-        layout, held, degree, q_moves, kv_moves, q_heads, kv_shared, _stages(held, starts, sight, degree, steps, pack)
-    )
+    plan = _Plan(held, starts, sight, degree, pack, gap)
+    arriving = plan.arriving(steps)
+    stages = plan.stages(arriving)
+    answers = plan.answers(arriving, stages)
+    return Schedule(layout, held, degree, q_moves, kv_moves, q_heads, kv_shared, stages, answers)
 
 
 def shared_heads(heads: int, kv_heads: int, degree: int, slot: int) -> tuple[HeadRange, HeadRange]:
@@ -234,34 +256,89 @@ def _head_moves(layout: Layout, held: Layout, groups: Sequence[range], heads: Se
     return Moves(moves)
 
 
-def _stages(
-    held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, steps: bool, pack: bool
-) -> tuple[Stage, ...]:
-    size = held.size
-    own = [spans(ranges, starts) for ranges in held.ranges]
-    found = [(Moves(), held.ranges, [pieces(x, x, sight) for x in own])]
-    sources = [[[(r - t) % size] for r in range(size)] for t in range(1, size)]
-    if not steps and size > 1:
-        sources = [[[s for s in range(size) if s != r] for r in range(size)]]
-    for asked in sources:
-        moves, buffers, work = [], [], []
-        for r in range(size):
-            arriving = sorted(
-                (*span, s) for s in asked[r] for span in joined(sorted(seen(own[r], own[s], sight))) if span
-            )
-            moves += _fetches(held, r, arriving, degree)
-            buffers.append(joined((start, stop) for start, stop, _ in arriving))
-            work.append(pieces(own[r], spans(buffers[-1], starts), sight))
-        if moves:
-            found.append((Moves(_joined(moves)), buffers, work))
-    answers = [apart([work[r] for _, _, work in found], pack) for r in range(size)]
-    return tuple(
-        Stage(
-            moves, _each(buffers, degree), _each([calls(x, pack) for x in work], degree),
-            _each([answers[r][i] for r in range(size)], degree),
-        )
-        for i, (moves, buffers, work) in enumerate(found)
-    )  # fmt: skip
+Arriving = list[list[tuple[int, int, int]]]  # of each group, the runs of keys that come to it, and whose they are
+
+
+class _Plan:
+    """What makes the stages of a schedule.
+
+    held: the ranges of groups. own: their spans. Others: the arguments of `schedule`.
+    """
+
+    def __init__(
+        self, held: Layout, starts: tuple[int, ...], sight: Sight, degree: int, pack: bool, gap: int
+    ):  # fmt: skip
+        self.held, self.starts, self.sight, self.degree, self.pack, self.gap = held, starts, sight, degree, pack, gap
+        self.own = [spans(ranges, starts) for ranges in held.ranges]
+
+    def arriving(self, steps: bool) -> list[Arriving]:
+        """What comes together."""
+        size = self.held.size
+        sources = [[[(r - t) % size] for r in range(size)] for t in range(1, size)]
+        if not steps and size > 1:
+            sources = [[[s for s in range(size) if s != r] for r in range(size)]]
+        found = [[self._runs(self.own[r], asked[r]) for r in range(size)] for asked in sources]
+        return [each for each in found if any(each)]
+
+    def stages(self, arriving: Sequence[Arriving]) -> tuple[Stage, ...]:
+        made = [self._calls(x, x) for x in self.own]
+        size, degree = self.held.size, self.degree
+        first = Stage(Moves(), _each(self.held.ranges, degree), _each(made, degree), (False,) * (size * degree))
+        return first, *(self._stage(each, self.own, [False] * size) for each in arriving)
+
+    def answers(self, arriving: Sequence[Arriving], stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        """The stages for results, of which few queries that see others' keys see their own in the same stage."""
+        size = self.held.size
+        tiles = [self._tiles([stage.calls[r * self.degree] for stage in stages]) for r in range(size)]
+        if not any(tiles):
+            return stages
+        made = [self._on_own(r, joined(sorted(t for some in tiles[r].values() for t in some))) for r in range(size)]
+        found = [replace(stages[0], calls=_each(made, self.degree))]
+        for i, each in enumerate(arriving, 1):
+            some, queries = [], []
+            for r, runs in enumerate(each):
+                queries.append(within(self.own[r], tiles[r].get(i, ())) if tiles[r] else self.own[r])
+                some.append(sorted([*runs, *(self._runs(queries[r], [r]) if tiles[r] else ())]))
+            found.append(self._stage(some, queries, [bool(tiles[r]) and bool(queries[r]) for r in range(size)]))
+        return tuple(found)
+
+    def _on_own(self, r: int, tiles: Sequence[Range]) -> tuple[Call, ...]:
+        """Calls on a group's own keys, where tiles of queries will have other results: without these queries, if they
+        see more here than takes as long as to copy the others' results to their place."""
+        whole = self._calls(self.own[r], self.own[r])
+        again = sum(call.pairs for call in self._calls(within(self.own[r], tiles), self.own[r]))
+        bounds = [0, *(at for tile in tiles for at in tile), length(self.held.ranges[r])]
+        others = list(joined(zip(bounds[::2], bounds[1::2])))
+        return whole if again <= COPIED * length(others) else self._calls(within(self.own[r], others), self.own[r])
+
+    def _tiles(self, made: Sequence[Sequence[Call]]) -> dict[int, list[Range]]:
+        """By stage, tiles of few queries whose keys of others come in this stage alone; none where some come in
+        several. made: the calls of each stage."""
+        found: dict[int, list[Range]] = {}
+        for low, high in apart(made):
+            stages = [
+                i for i, some in enumerate(made[1:], 1)
+                if any(begin < high and low < end for call in some for begin, end in call.runs)
+            ]  # fmt: skip
+            if len(stages) != 1:
+                return {}
+            found.setdefault(stages[0], []).append((low, high))
+        return found
+
+    def _runs(self, queries: Sequence[Span], sources: Sequence[int]) -> list[tuple[int, int, int]]:
+        """The keys of some groups that some queries see, and whose they are."""
+        found = ((s, joined(sorted(seen(queries, self.own[s], self.sight)))) for s in sources)
+        return sorted((*run, s) for s, runs in found for run in runs)
+
+    def _stage(self, arriving: Arriving, queries: Sequence[Sequence[Span]], whole: Sequence[bool]) -> Stage:
+        moves = [move for r, runs in enumerate(arriving) for move in _fetches(self.held, r, runs, self.degree)]
+        buffers = [joined((start, stop) for start, stop, _ in runs) for runs in arriving]
+        made = [self._calls(q, spans(buffer, self.starts)) for q, buffer in zip(queries, buffers)]
+        each = (_each(x, self.degree) for x in (buffers, made, whole))
+        return Stage(Moves(_joined(moves)), *each)
+
+    def _calls(self, queries: Sequence[Span], keys: Sequence[Span]) -> tuple[Call, ...]:
+        return calls(pieces(queries, keys, self.sight), self.pack, self.gap)
 
 
 def _fetches(held: Layout, target: int, arriving: Sequence[tuple[int, int, int]], degree: int) -> list[Transfer]:

@@ -23,9 +23,9 @@ SMALL = (torch.float16, torch.bfloat16)
 class Rows:
     """out and lse of a rank's rows from the results of several calls.
 
-    Rows that one call answers keep its result, which has the sinks in it. Those that several answer are sums, and so
-    are all rows of these calls. summand: the dtype of results that are parts of sums. into: out and lse that are to be
-    written; else they are made.
+    Rows that one call answers keep its result, which has the sinks in it, or that of a later call in its place. Those
+    that several answer are sums, and so are all rows of these calls. summand: the dtype of results that are parts of
+    sums. into: out and lse that are to be written; else they are made.
     """
 
     def __init__(
@@ -49,10 +49,11 @@ class Rows:
         place = self._place.get(call.span)
         if place is not None:
             self._sums[place].take(call.q, out, lse)
-        elif call.span == self._whole:
+        elif call.runs == (self._whole,):
             self._is(out, lse)
         else:
-            self._put(*call.span, out, lse)
+            for low, high in call.runs:
+                self._put(low, high, *(run(x, low - call.q, high - call.q) for x in (out, lse)))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype and lse, of rows that no call answers 0 and that of the sinks, or -inf."""

@@ -95,13 +95,17 @@ def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, 
     return work.move(back, sent, into, step), into
 
 
-def through(work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys") -> None:
-    """Run `compute` on each stage's keys while those of the next travel.
+def through(
+    work: Work, shards: Shards, compute: Callable[[Stage, Shards], None], what: str = "keys",
+    stages: Sequence[Stage] = (),
+) -> None:  # fmt: skip
+    """Run `compute` on each stage's keys while those of the next travel. stages: those of the schedule, if none are
+    given.
 
     While ranks compare their calls, only local work may be done: on few own keys. Many are worked on while the first
     transfer is under way, which hides more than the comparison takes.
     """
-    stages = work.schedule.stages
+    stages = stages or work.schedule.stages
     own = {r: tensors[1:3] for r, tensors in shards.items()}
     sent = {r: [by_token(x) for x in tensors] for r, tensors in own.items()} if len(stages) > 1 else {}
     keys, pending = own, None

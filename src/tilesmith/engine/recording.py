@@ -115,15 +115,14 @@ class Recorder(torch_private.DispatchMode or object):
         self.computes = False
         self.autocast = torch_private.any_autocast()  # once torch has dispatched, it says no
         self.parameters = [f"a{i}" for i in range(len(args))]
+        self.same: list[tuple[str, str]] = []  # parameters for which one tensor came; a replay is of such calls alone
         self.device = next((a.device for a in args if isinstance(a, Tensor)), None)
         for name, a in zip(self.parameters, args):
             if isinstance(a, Tensor):
-                if id(a) in self.sources:  # the next call's may be two
-                    self.refusal = "one tensor came as two arguments"
+                if id(a) in self.sources:
+                    self.same.append((self.sources[id(a)], name))
                 self._know(a, name)
                 self.memory[name] = _Memory.of(a)
-        if self.refusal:
-            self._refuse(self.refusal)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

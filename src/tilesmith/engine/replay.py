@@ -125,11 +125,13 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _generate(record: Recorder, results: list[Part | None], many: bool, kernel: Replay) -> Callable[..., Any]:
     """The function of a launcher's arguments that allocates, launches and returns as the recorded run did, and leaves
-    that to the launcher while another device is current or something forbids a replay."""
+    that to the launcher while another device is current or something forbids a replay, and for two tensors in place of
+    one that came twice: the steps name the first alone."""
     parameters = ", ".join(record.parameters)
     autocast = " or autocast()" if record.computes else ""  # which would cast an operation's arguments
+    apart = "".join(f" or {b} is not {a}" for a, b in record.same)
     lines = [
-        f"if device() != {kernel.device} or not free(){autocast}: return launch({parameters})",
+        f"if device() != {kernel.device} or not free(){autocast}{apart}: return launch({parameters})",
         "empty = filled if deterministic() else fast",
     ]
     last = {name: index for index, step in enumerate(record.steps) for name in step.used}

@@ -1,13 +1,15 @@
 """Triton kernels of merge_attention and its gradient."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.engine import launch, register_kernel
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel
+from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.reference import out_like
 from tilesmith.ops.attn.triton.tiles import LN2, LOG2E
 
@@ -37,8 +39,9 @@ def _merge_shares(lse_a, lse_b):
 def _merge_attention_kernel(
     out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr,
     out_a_strides, lse_a_strides, out_b_strides, lse_b_strides, out_strides,
-    rows, middle, inner, DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    rows, middle, inner, DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
+    """IN_PLACE: out lies where out_a does, so that rows to which b adds nothing are neither read nor written."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_D)[None, :]
     held = row < rows
@@ -46,6 +49,8 @@ def _merge_attention_kernel(
     lse_b = tl.load(lse_b_ptr + _row_offsets(row, inner, middle, lse_b_strides), mask=held, other=0.0)
     lse, share_a, share_b = _merge_shares(lse_a, lse_b)
     tl.store(lse_ptr + row, lse, mask=held)
+    if IN_PLACE:  # where a counts for nothing either, or for NaN, out is another than out_a
+        held &= (lse_b != float("-inf")) | (share_a != 1.0)
     held = held[:, None] & (cols < DIM)
     a_ptr = out_a_ptr + _row_offsets(row, inner, middle, out_a_strides)[:, None] + cols
     b_ptr = out_b_ptr + _row_offsets(row, inner, middle, out_b_strides)[:, None] + cols
@@ -117,39 +122,65 @@ def _leading(x: Tensor | None, dims: int) -> tuple[int, int, int] | None:
     return None if x is None else (0,) * (3 - dims) + tuple(x.stride()[:dims])
 
 
-def _launch(kernel, dims: int, like: Tensor, tensors: tuple, rows_of: tuple) -> None:
+class MergeConfig(NamedTuple):
+    """block_rows: rows of a CTA."""
+
+    block_rows: int
+    num_warps: int
+
+
+def _dims(out: Tensor) -> dict[str, int]:
+    return {"rows": out.numel() // max(out.shape[-1], 1), "dim": out.shape[-1]}
+
+
+def _default(dims, arch, dtype) -> MergeConfig:
+    return MergeConfig(max(1, 4096 // next_power_of_2(dims["dim"])), 4)
+
+
+CHOICES = {"block_rows": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)}
+SPACE = Space(default=_default, dims=lambda out_a, *_: _dims(out_a), choices=CHOICES)
+VJP_SPACE = Space(default=_default, dims=lambda dout, dlse, out_a, *_: _dims(out_a), choices=CHOICES)
+
+
+def _launch(
+    kernel, config: MergeConfig, dims: int, like: Tensor, tensors: tuple, rows_of: tuple, **more: bool
+) -> None:  # fmt: skip
     rows = like.numel() // max(like.shape[-1], 1)
     if rows == 0:
         return
     shape = (1,) * (3 - dims) + tuple(like.shape[:dims])
-    block_d = triton.next_power_of_2(like.shape[-1])
-    block_r = max(1, 4096 // block_d)
     launch(
-        kernel, (triton.cdiv(rows, block_r),), *tensors, *(_leading(x, dims) for x in rows_of),
-        rows, shape[1], shape[2], DIM=like.shape[-1], BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
+        kernel, (cdiv(rows, config.block_rows),), *tensors, *(_leading(x, dims) for x in rows_of),
+        rows, shape[1], shape[2], DIM=like.shape[-1], BLOCK_R=config.block_rows,
+        BLOCK_D=next_power_of_2(like.shape[-1]), **more, num_warps=config.num_warps,
     )  # fmt: skip
 
 
 @register_kernel("merge_attention", backend="triton", rank=20, rejects=_rejects)
-def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+@optimize_kernel(space=SPACE)
+def merge_attention(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, config: MergeConfig
+) -> tuple[Tensor, Tensor]:
     """One pass over rows."""
     out = out_like(out_a, out_a.shape[-1])
     lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     strided = (out_a, lse_a, out_b, lse_b, out)
-    _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided)
+    _launch(_merge_attention_kernel, config, lse.ndim, out_a, (*strided, lse), strided, IN_PLACE=False)
     return out, lse
 
 
 @register_kernel("accumulate_attention", backend="triton", rank=20, rejects=_rejects)
-def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+@optimize_kernel(space=SPACE)
+def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, config: MergeConfig) -> Tensor:
     """The same, whose result lies where out_a did: a thread writes what it has read."""
     lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     strided = (out_a, lse_a, out_b, lse_b, out_a)
-    _launch(_merge_attention_kernel, lse.ndim, out_a, (*strided, lse), strided)
+    _launch(_merge_attention_kernel, config, lse.ndim, out_a, (*strided, lse), strided, IN_PLACE=True)
     return lse
 
 
 @register_kernel("merge_attention_vjp", backend="triton", rank=20, rejects=_rejects)
+@optimize_kernel(space=VJP_SPACE)
 def merge_attention_vjp(
     dout: Tensor | None,
     dlse: Tensor | None,
@@ -158,6 +189,8 @@ def merge_attention_vjp(
     out_b: Tensor,
     lse_b: Tensor,
     output_mask: Sequence[bool],
+    *,
+    config: MergeConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One pass over rows, all wanted gradients at once."""
     if dout is not None and dout.stride(-1) != 1:
@@ -165,5 +198,5 @@ def merge_attention_vjp(
     inputs = (out_a, lse_a, out_b, lse_b)
     gradients = tuple(torch.empty_like(x) if wanted else None for x, wanted in zip(inputs, output_mask))
     tensors = (dout, dlse, *inputs, *gradients)
-    _launch(_merge_attention_vjp_kernel, lse_a.ndim, out_a, tensors, tensors)
+    _launch(_merge_attention_vjp_kernel, config, lse_a.ndim, out_a, tensors, tensors)
     return tuple(x.new_empty(0) if dx is None else dx for x, dx in zip(inputs, gradients))
