@@ -10,6 +10,8 @@ from tilesmith.engine.case import BENCH, SMALL, TEST
 from tilesmith.ops.quant.packed_reference import GROUP, TILE_ROWS, WIDTHS, WORDS_PER_BIT
 
 ONCE = (torch.float32,)  # the dtypes are those of the arguments
+EVERY_X = (torch.float32, torch.float16, torch.bfloat16)
+HALF = EVERY_X[1:]
 TIMED = (torch.bfloat16,)
 
 
@@ -109,13 +111,15 @@ CASES: dict[str, list[Case]] = {
     "dequant_linear": [
         Case("row", _linear(32, 320, EACH, 1), SMALL),
         Case("each_width", _linear(32, 320, EACH, 3), SMALL),
-        *(Case(f"{w}_bits", _linear(16, 192, EVERY[w], 1), TEST, ONCE) for w in WIDTHS),
-        Case("17_rows", _linear(16, 192, (0, 1, 1, 1, 0), 17), SMALL, ONCE),
-        Case("ragged", _linear(21, 128, (1, 1, 0, 0, 1), 2), SMALL, ONCE),
-        Case("vector", _linear(32, 128, FOUR), TEST, ONCE),
-        Case("three_dims", _linear(32, 128, MIXED, 2, 3), TEST, ONCE),
-        Case("strided", _linear(16, 128, FOUR, 5, layout="strided"), SMALL, ONCE),
-        Case("no_rows", _linear(16, 128, FOUR, 0), SMALL, ONCE),
+        *(Case(f"{w}_bits", _linear(16, 192, EVERY[w], 1), TEST, EVERY_X) for w in WIDTHS),
+        Case("17_rows", _linear(16, 192, (0, 1, 1, 1, 0), 17), SMALL, EVERY_X),
+        Case("9_rows", _linear(48, 640, EACH, 9), TEST, HALF),
+        Case("32_rows", _linear(48, 640, EACH, 32), TEST, HALF),
+        Case("ragged", _linear(21, 128, (1, 1, 0, 0, 1), 2), SMALL, EVERY_X),
+        Case("vector", _linear(32, 128, FOUR), TEST, EVERY_X),
+        Case("three_dims", _linear(32, 128, MIXED, 2, 3), TEST, EVERY_X),
+        Case("strided", _linear(16, 128, FOUR, 5, layout="strided"), SMALL, EVERY_X),
+        Case("no_rows", _linear(16, 128, FOUR, 0), SMALL, EVERY_X),
         Case("64_rows", _linear(48, 640, EACH, 64), TEST),
         Case("many_rows", _linear(48, 640, EACH, 80), TEST),
         Case("many_groups", _linear(16, 2560, EACH, 1), TEST),

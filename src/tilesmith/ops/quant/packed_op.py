@@ -126,7 +126,7 @@ dequantize_packed = Op(
     fake=_fake_dequantize,
     outputs=("weight",),
     check=_check_dequantize,
-    kernels=TRITON,
+    kernels={**TRITON, "hopper": "tilesmith.ops.quant.hopper.packed"},
 )
 dequant_linear_vjp = Op(
     reference.dequant_linear_vjp,
@@ -142,7 +142,11 @@ dequant_linear = Op(
     vjp=dequant_linear_vjp,
     outputs=("y",),
     check=_check_linear,
-    kernels={"aten": "tilesmith.ops.quant.aten", "triton": "tilesmith.ops.quant.triton.packed_linear"},
+    kernels={
+        "aten": "tilesmith.ops.quant.aten",
+        "triton": "tilesmith.ops.quant.triton.packed_linear",
+        "hopper": "tilesmith.ops.quant.hopper.packed_linear",
+    },
     autocast=("x",),
     fold=("x",),
 )

@@ -6,8 +6,11 @@ is the place of a tile among those of its strip, which lie in the order of their
 (code - zero) * scale.
 
   codes  int32 [words]: a strip's tiles one after the other, 32 words for each bit of the width. A tile consists of
-         planes: 2 bits; 2 and 1; 4; 4 and 2; 4 and 4, the first of which holds the lowest bits. A plane of p bits is
-         [2p, 16] words, the rows side by side; field i of word j belongs to column i * 2p + j of the group.
+         planes: 2 bits; 2 and 1; 4; 4 and 2; 4 and 4, the first of which holds the lowest bits. A plane of p bits has
+         2p words a row, of 32 / p fields each. `word_places` says where a word lies, `field_columns` which columns its
+         fields belong to: as mma instructions of 16 x 8 x 16 take operands. A thread, t of the four that share rows g
+         and g + 8, loads its words at once; halves of a word hold neighbouring columns; 16 columns that lie side by
+         side are one thread's in the four products of a group.
   scale, zero  float16 [S, G, 16]: of each row of a tile, by slot.
   order  int16 [S, G]: the group that is at a slot; a permutation in each strip.
   strips int32 [S, 5]: a strip's first word, then the number of its slots of up to 2, 3, 4 and 6 bits.
@@ -100,6 +103,20 @@ def slot_words(strips: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return width, strips[:, :1].long() + size.cumsum(1) - size
 
 
+def word_places(plane: int, device: torch.device) -> Tensor:
+    """Of a plane of so many bits the place of word j of each row, int64 [16, 2 plane]."""
+    row, word = torch.arange(TILE_ROWS, device=device)[:, None], torch.arange(2 * plane, device=device)
+    threads = min(2 * plane, 4)
+    return ((row % 8 * threads + word % threads) * (2 * plane // threads) + word // threads) * 2 + row // 8
+
+
+def field_columns(plane: int, device: torch.device) -> Tensor:
+    """The column of each field of each word of a row, int64 [32 / plane, 2 plane]."""
+    field, word = torch.arange(32 // plane, device=device)[:, None], torch.arange(2 * plane, device=device)
+    place = field % (16 // plane) * (2 * plane) + word  # of a pair of columns: 8 * product + 4 * half of it + thread
+    return 16 * (place % 4) + 4 * (place // 8) + 2 * (place // 4 % 2) + field // (16 // plane)
+
+
 def pack(values: Tensor, strips: Tensor, words: int) -> Tensor:
     """int32 [words] of codes int64 [S, G, 16, 64] by slot."""
     codes = torch.zeros(words, dtype=torch.int32, device=values.device)
@@ -112,9 +129,11 @@ def pack(values: Tensor, strips: Tensor, words: int) -> Tensor:
         planes, shift = [], 0
         for plane in PLANES[bits]:
             part = (values[chosen] >> shift) & (2**plane - 1)
-            fields = part.view(-1, TILE_ROWS, 32 // plane, 2 * plane)
-            places = torch.arange(0, 32, plane, device=values.device)[:, None]
-            planes.append((fields << places).sum(2).transpose(1, 2).flatten(1))
+            fields = part[:, :, field_columns(plane, values.device)]
+            bits_at = torch.arange(0, 32, plane, device=values.device)[:, None]
+            found = (fields << bits_at).sum(2)
+            planes.append(torch.empty_like(found.flatten(1)))
+            planes[-1][:, word_places(plane, values.device).flatten()] = found.flatten(1)
             shift += plane
         at = first[chosen][:, None] + torch.arange(bits * WORDS_PER_BIT, device=values.device)
         packed = torch.cat(planes, 1)
@@ -132,9 +151,15 @@ def unpack(codes: Tensor, strips: Tensor, groups: int) -> Tensor:
         found = values.new_zeros(at.shape[0], TILE_ROWS, GROUP)
         for plane in PLANES[bits]:
             inside = torch.arange(plane * WORDS_PER_BIT, device=codes.device)
-            words = codes[at[:, None] + inside].view(-1, 2 * plane, TILE_ROWS).transpose(1, 2)[:, :, None]
-            places = torch.arange(0, 32, plane, device=codes.device, dtype=torch.int32)[:, None]
-            found += (((words >> places) & (2**plane - 1)) << shift).reshape(-1, TILE_ROWS, GROUP)
+            words = codes[at[:, None] + inside][:, word_places(plane, codes.device)][:, :, None]
+            bits_at = torch.arange(0, 32, plane, device=codes.device, dtype=torch.int32)[:, None]
+            fields = ((words >> bits_at) & (2**plane - 1)) << shift
+            found[:, :, field_columns(plane, codes.device).flatten()] += fields.flatten(2)
             at, shift = at + plane * WORDS_PER_BIT, shift + plane
         values[chosen] = found
     return values
+
+
+def row_count(x: Tensor) -> int:
+    """How many rows [..., K] has."""
+    return x.numel() // max(1, x.shape[-1])

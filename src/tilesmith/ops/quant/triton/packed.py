@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.rows import rows as as_rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.packed_reference import GROUP, OUTPUTS
 
@@ -23,6 +24,21 @@ def slot_width(strip_ptr, slot):
 
 
 @triton.jit
+def word_place(row, word, PLANE: tl.constexpr):
+    """Where a word of a row of a plane lies (`packed_reference.word_places`)."""
+    THREADS: tl.constexpr = min(2 * PLANE, 4)
+    place = (row % 8 * THREADS + word % THREADS) * (2 * PLANE // THREADS) + word // THREADS
+    return place * 2 + row % 16 // 8
+
+
+@triton.jit
+def field_column(field, word, PLANE: tl.constexpr):
+    """The column that a field of a word belongs to (`packed_reference.field_columns`)."""
+    place = field % (16 // PLANE) * (2 * PLANE) + word
+    return 16 * (place % 4) + 4 * (place // 8) + 2 * (place // 4 % 2) + field // (16 // PLANE)
+
+
+@triton.jit
 def _pack_plane(
     weight_ptr, codes_ptr, words, scale, zero, top, first, group, row, num_rows, weight_row, weight_col, chosen,
     PLANE: tl.constexpr, SHIFT: tl.constexpr,
@@ -33,13 +49,13 @@ def _pack_plane(
     word = tl.zeros([chosen.shape[0], 2 * PLANE, row.shape[2]], tl.int32)
     inside = chosen & (row < num_rows) & (j >= 0)
     for i in tl.static_range(32 // PLANE):
-        col = group * 64 + i * (2 * PLANE) + j
+        col = group * 64 + field_column(i, j, PLANE)
         w = tl.load(weight_ptr + row * weight_row + col * weight_col, mask=inside, other=0.0).to(tl.float32)
         value = tl.div_rn(w, scale) + zero
         value = tl.where(value == value, tl.minimum(tl.maximum(value, 0.0), top), 0.0)
         code = ((value + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: rounds ties to even
         word |= ((code >> SHIFT) & ((1 << PLANE) - 1)) << (i * PLANE)
-    at = first + j * 16 + row % 16
+    at = first + word_place(row, j, PLANE)
     tl.store(codes_ptr + at, word, mask=chosen & (at < words) & (row >= 0))
 
 
@@ -99,8 +115,10 @@ def _quantize_kernel(
 @triton.jit
 def _unpack_plane(codes_ptr, first, k, lane, chosen, PLANE: tl.constexpr):
     """The PLANE bits of the codes of columns k of the slots that are chosen, 0 for others."""
-    word = tl.load(codes_ptr + first + (k % (2 * PLANE)) * 16 + lane, mask=chosen, other=0)
-    return (word >> (k // (2 * PLANE) * PLANE)) & ((1 << PLANE) - 1)
+    pair = k // 4 % 4 * 8 + k // 2 % 2 * 4 + k // 16  # `field_column` the other way round
+    word = tl.load(codes_ptr + first + word_place(lane, pair % (2 * PLANE), PLANE), mask=chosen, other=0)
+    field = pair // (2 * PLANE) + k % 2 * (16 // PLANE)
+    return (word >> (field * PLANE)) & ((1 << PLANE) - 1)
 
 
 @triton.jit
@@ -191,3 +209,9 @@ def unpacked(codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.
             groups, BLOCK_TILES=block, num_warps=config.num_warps,
         )  # fmt: skip
     return weight
+
+
+def through_weight(x: Tensor, codes: Tensor, tables: tuple[Tensor, ...], rows: int) -> Tensor:
+    """x times the dequantised weight, by the device's library. tables: see `unpacked`."""
+    weight = unpacked(codes, tables, rows, x.dtype, PackedConfig(4, 4))
+    return torch.mm(as_rows(x), weight.t()).view(*x.shape[:-1], rows)

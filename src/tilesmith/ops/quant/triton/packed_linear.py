@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tilesmith.device.rows import rows as as_rows
 from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel
-from tilesmith.ops.quant.triton.packed import PackedConfig, unpacked
+from tilesmith.ops.quant.packed_reference import row_count
+from tilesmith.ops.quant.triton.packed import field_column, through_weight, word_place
 
 MOST_ROWS = 64  # beyond, the weight is dequantised once and the product is the device library's
 MAGIC = tl.constexpr(0x4B000000)  # fp32 2^23: its low 20 bits hold fields as integers
@@ -67,11 +68,12 @@ def _planes_row(
             slot = first + tile
             inside = slot < count
             group = tl.load(order_ptr + begin + slot, mask=inside, other=0).to(tl.int32)
-            word = tl.load(codes_ptr + word_first + slot * words_step + j * 16 + lane, mask=inside, other=0)
+            word_at = word_first + slot * words_step + word_place(lane, j, PLANE)
+            word = tl.load(codes_ptr + word_at, mask=inside, other=0)
             scale = tl.load(scale_ptr + (begin + slot) * 16 + lane, mask=inside, other=0.0).to(tl.float32)
             part = tl.zeros([BLOCK_TILES, 2 * PLANE, 16], tl.float32)
             for i in tl.static_range(32 // PLANE):
-                x = tl.load(x_ptr + group * 64 + i * (2 * PLANE) + j, mask=inside, other=0.0).to(tl.float32)
+                x = tl.load(x_ptr + group * 64 + field_column(i, j, PLANE), mask=inside, other=0.0).to(tl.float32)
                 field = _field(word, i // NEAR * NEAR * PLANE, i % NEAR * PLANE, PLANE)
                 part += field * (x * (1.0 / (1 << i % NEAR * PLANE)))
             acc += part * (scale * factor)
@@ -129,8 +131,8 @@ def _planes_rows(
             slot = first + tile
             inside = slot < count
             group = tl.load(order_ptr + begin + slot, mask=inside, other=0).to(tl.int32)
-            word_at = word_first + slot * words_step + j * 16
-            word = tl.load(codes_ptr + word_at[:, None] + lane, mask=inside[:, None], other=0)
+            word_at = (word_first + slot * words_step)[:, None] + word_place(lane, j[:, None], PLANE)
+            word = tl.load(codes_ptr + word_at, mask=inside[:, None], other=0)
             place = (begin + slot)[:, None] * 16 + lane
             scale = tl.load(scale_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32)
             zero = tl.load(zero_ptr + place, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -141,7 +143,7 @@ def _planes_rows(
                 field = ((word >> (i * PLANE)) & ((1 << PLANE) - 1)).to(tl.float32)
                 weight = (field * factor - zero) * scale
                 x = tl.load(
-                    x_ptr + token[:, None] * x_row + (group * 64 + i * (2 * PLANE) + j)[None, :],
+                    x_ptr + token[:, None] * x_row + (group * 64 + field_column(i, j, PLANE))[None, :],
                     mask=(token < num_tokens)[:, None] & inside[None, :], other=0.0,
                 )  # fmt: skip
                 if x_ptr.dtype.element_ty == tl.float32:
@@ -202,16 +204,12 @@ def _rejects(call) -> list[str]:
 def _tells(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
 ) -> list[str]:
-    tokens = _tokens(x)
+    tokens = row_count(x)
     if tokens == 1:
         return ["_row_kernel: one row, multiplied where the codes are unpacked"]
     if tokens <= MOST_ROWS:
         return [f"_rows_kernel: {tokens} rows on tensor cores, 16 outputs a program"]
     return [f"{tokens} rows: the weight is dequantised, the product is the device library's"]
-
-
-def _tokens(x: Tensor) -> int:
-    return x.numel() // max(1, x.shape[-1])
 
 
 def _default(dims, arch, dtype) -> LinearConfig:
@@ -225,7 +223,7 @@ def _default(dims, arch, dtype) -> LinearConfig:
 LINEAR_SPACE = Space(
     default=_default,
     dims=lambda x, codes, scale, *rest: {
-        "tokens": _tokens(x),
+        "tokens": row_count(x),
         "strips": scale.shape[0],
         "groups": scale.shape[1],
     },
@@ -246,11 +244,10 @@ def dequant_linear(
     *,
     config: LinearConfig,
 ) -> Tensor:
-    tokens, (count, groups) = _tokens(x), order.shape
+    tokens, (count, groups) = row_count(x), order.shape
     tables = scale, zero, order, strips
     if tokens > MOST_ROWS:
-        weight = unpacked(codes, tables, rows, x.dtype, PackedConfig(4, 4))
-        return torch.mm(as_rows(x), weight.t()).view(*x.shape[:-1], rows)
+        return through_weight(x, codes, tables, rows)
     y, flat = x.new_empty((*x.shape[:-1], rows)), as_rows(x)
     if not y.numel():
         return y

@@ -1,0 +1,1 @@
+"""Kernels of quantisation for NVIDIA's compute capability 9.0, in Gluon."""

@@ -1,0 +1,201 @@
+"""Products of few rows with packed weights of mixed widths, by tensor cores, in Gluon.
+
+A warp takes a tile at a time: 16 outputs by 64 inputs are four products of 16 x 8 x 16. Its codes are operands as they
+are unpacked: a field is the mantissa of a 16-bit number, a shift and one logic operation for two of them. So a product
+is of x and the codes plus a constant, which is subtracted, with the zeros, times the sum of x, itself a product with
+ones. Scales are multiplied in fp32, once for 64 inputs. What limits this is memory.
+"""
+
+import torch
+from torch import Tensor
+
+from tilesmith.device.alignment import aligned
+from tilesmith.device.gluon.shim import gl, gluon, mma_sync
+from tilesmith.device.rows import rows as as_rows
+from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
+from tilesmith.ops.quant.hopper.packed import (
+    WAVE,
+    StripConfig,
+    fields,
+    load_tiles,
+    scale_refused,
+    strip_tables,
+    tables_of,
+    unpacked,
+    warps_of_strip,
+    within,
+)
+from tilesmith.ops.quant.packed_reference import row_count
+
+MOST_ROWS = 32
+"""Rows of x that this kernel serves. Each strip of outputs reads all of x from the L2 cache: with more rows that takes
+longer than to write the weight in 16 bits and read it once."""
+REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
+AHEAD_OF = {8: WAVE, 16: WAVE - 1, 32: 1}  # by the rows of a product: x takes the registers
+
+
+@gluon.jit
+def _operand(words, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """[W, 16, 8] words as [W, 16, 16] numbers, which their halves are."""
+    low = words.to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [words.shape[0], 16, 16]), LAYOUT)
+
+
+@gluon.jit
+def _inputs(words, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """[W, 8, N] words as [W, 16, N] numbers."""
+    low = words.to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    x = gl.permute(gl.join(low, high), (0, 1, 3, 2))
+    return gl.convert_layout(gl.reshape(x, [words.shape[0], 16, words.shape[2]]), LAYOUT)
+
+
+@gluon.jit
+def _load_inputs(x_ptr, x_row, group, num_tokens, N: gl.constexpr):
+    """64 inputs of each warp's tile, as words of what each of the four products takes, each [W, 8, N]."""
+    W: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [W, 1, 1], [2, 1, 0])
+    token = gl.minimum(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), num_tokens - 1)
+    word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    group = gl.convert_layout(group, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    at = group[:, None, None] * 32 + (token * x_row)[None, :, None] + word[None, None, :]
+    x = gl.permute(gl.reshape(gl.load(x_ptr + at), [W, N, 4, 2, 2, 2]), (0, 5, 2, 1, 3, 4))
+    even, odd = gl.split(x)
+    zero, two = gl.split(even)
+    one, three = gl.split(odd)
+    SHAPE: gl.constexpr = [W, 8, N]
+    return gl.reshape(zero, SHAPE), gl.reshape(one, SHAPE), gl.reshape(two, SHAPE), gl.reshape(three, SHAPE)
+
+
+@gluon.jit
+def _width(
+    acc, x_ptr, x_row, num_tokens, tables, count,
+    WIDTH: gl.constexpr, AHEAD: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """acc [W, 16, N] + x times the tiles of a strip that have this width (`tables_of`). While AHEAD tiles of a warp are
+    multiplied, the next are loaded."""
+    W: gl.constexpr = gl.num_warps()
+    N: gl.constexpr = acc.shape[2]
+    SUMS: gl.constexpr = acc.type.layout
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(2, SUMS)
+    WARP: gl.constexpr = gl.SliceLayout(1, ROWS)
+    LOWEST: gl.constexpr = 4 if WIDTH >= 4 else 2  # bits of the first plane
+    MORE: gl.constexpr = WIDTH - LOWEST
+    # with these bits above it a field of 7 bits (fp16: 10) is ONE plus its value, or 16 times that
+    ONE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
+    MAGIC: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
+    MAGIC_16: gl.constexpr = 0x45004500 if dtype == gl.bfloat16 else 0x74007400
+    OFFSET: gl.constexpr = ONE * 17 if WIDTH == 8 else ONE
+    ones = gl.full([W, 16, 16], 1.0, dtype, A)
+    warp = gl.arange(0, W, WARP)
+    lane = gl.arange(0, 16, gl.SliceLayout(0, ROWS))
+    tiles = load_tiles(tables, warp, lane, count, WIDTH, LOWEST, AHEAD)
+    for first in range(0, count, W * AHEAD):
+        low, high, scales, zeros, groups = tiles
+        inputs = ()
+        for ahead in gl.static_range(AHEAD):
+            inputs += (_load_inputs(x_ptr, x_row, groups[ahead], num_tokens, N),)
+        tiles = load_tiles(tables, first + W * AHEAD + warp, lane, count, WIDTH, LOWEST, AHEAD)
+        for ahead in gl.static_range(AHEAD):
+            part = gl.zeros([W, 16, N], gl.float32, SUMS)
+            total = gl.zeros([W, 16, N], gl.float32, SUMS)
+            for step in gl.static_range(4):
+                x = _inputs(inputs[ahead][step], dtype, B)
+                code = fields(low[ahead], step, LOWEST)
+                magic = gl.full_like(code, MAGIC)
+                if MORE > 0 and WIDTH < 8:
+                    # the same threads have them, in registers of another order
+                    more = gl.convert_layout(fields(high[ahead], step, MORE), code.type.layout)
+                    magic = within(more, magic, MORE, LOWEST)
+                part = mma_sync(_operand(within(code, magic, LOWEST, 0), dtype, A), x, part)
+                if WIDTH == 8:
+                    code = fields(high[ahead], step, MORE)
+                    code = within(code, gl.full_like(code, MAGIC_16), MORE, 0)
+                    part = mma_sync(_operand(code, dtype, A), x, part)
+                total = mma_sync(ones, x, total)
+            scale = scales[ahead].to(gl.float32)
+            zero = zeros[ahead].to(gl.float32) + OFFSET
+            acc += (part - total * gl.expand_dims(zero, 2)) * gl.expand_dims(scale, 2)
+    return acc
+
+
+@gluon.jit(do_not_specialize=["num_tokens"])
+def packed_rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, y_ptr, num_tokens, num_rows, num_groups, x_row,
+    N: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """y of up to N rows of x and the 16 outputs of a strip. x: words of two numbers of y's dtype, as x_row counts. A
+    warp takes every so many of the strip's tiles."""
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    W: gl.constexpr = gl.num_warps()
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    strip = gl.program_id(0)
+    whole, ends = strip_tables(codes_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, strip, num_groups)
+    WIDTHS: gl.constexpr = (2, 3, 4, 6, 8)
+    acc = gl.zeros([W, 16, N], gl.float32, SUMS)
+    for i in gl.static_range(5):
+        tables, count = tables_of(whole, ends, i)
+        acc = _width(acc, x_ptr, x_row, num_tokens, tables, count, WIDTHS[i], AHEAD, dtype)
+    y = gl.sum(acc, 0)
+    row = strip * 16 + gl.arange(0, 16, gl.SliceLayout(1, y.type.layout))[:, None]
+    token = gl.arange(0, N, gl.SliceLayout(0, y.type.layout))[None, :]
+    at = token.to(gl.int64) * num_rows + row
+    gl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(row < num_rows) & (token < num_tokens))
+
+
+def _rejects(call) -> list[str]:
+    reasons = []
+    if call.x.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"x is {call.x.dtype}; this kernel takes bfloat16 and float16")
+    return reasons + scale_refused(call.scale)
+
+
+def _tells(
+    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
+) -> list[str]:
+    tokens = row_count(x)
+    if tokens <= MOST_ROWS:
+        return [f"packed_rows_kernel: {tokens} rows on tensor cores, which take codes as they are unpacked"]
+    return [f"{tokens} rows: the weight is dequantised, the product is the device library's"]
+
+
+ROWS_SPACE = Space(
+    default=warps_of_strip,
+    dims=lambda x, codes, scale, *rest: {"tokens": row_count(x), "strips": scale.shape[0], "groups": scale.shape[1]},
+    choices={"num_warps": (4, 8, 16)},
+)
+
+
+@register_kernel("dequant_linear", backend="hopper", rank=30, rejects=_rejects, tells=_tells, plans=rehearsed)
+@optimize_kernel(space=ROWS_SPACE)
+def dequant_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    order: Tensor,
+    strips: Tensor,
+    rows: int,
+    *,
+    config: StripConfig,
+) -> Tensor:
+    tokens, (count, groups) = row_count(x), order.shape
+    tables = scale, zero, order, strips
+    if tokens > MOST_ROWS:
+        weight = unpacked(codes, tables, rows, x.dtype, config)
+        return torch.mm(as_rows(x), weight.t()).view(*x.shape[:-1], rows)
+    y = x.new_empty((*x.shape[:-1], rows))
+    if not y.numel():
+        return y
+    flat, _ = aligned(as_rows(x))
+    flat = flat.view(torch.int32)
+    columns = max(8, next_power_of_2(tokens))
+    launch(
+        packed_rows_kernel, (count,), flat, *(t.contiguous() for t in (codes, *tables)), y, tokens, rows, groups,
+        flat.stride(0), N=columns, AHEAD=AHEAD_OF[columns], num_warps=config.num_warps,
+        maxnreg=REGISTERS,
+    )  # fmt: skip
+    return y
