@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilesmith.engine import ahead, launch, launcher, ops, replay, torch_private, triton_private
+from tilesmith.engine import ahead, launch, launcher, ops, replay, timing, torch_private, triton_private
 from tilesmith.engine.autograd import Way
 from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
 from tilesmith.hardware.detect import arch_named, assuming
@@ -207,6 +207,19 @@ def test_threads_end_with_their_work_and_take_more():
             future.result(20)
         _finish(threads)
     assert len(done) == 15
+
+
+def test_nothing_is_timed_beside_compilers(monkeypatch):
+    threads, calls, done = ahead.Threads(1), [], []
+    monkeypatch.setattr(ahead, "_threads", lambda: threads)
+
+    def call():
+        calls.append(list(done))
+        if len(calls) == 1:
+            threads.submit(lambda: (time.sleep(0.05), done.append("compiled")))
+
+    timing.measure({"call": call}, "cpu", rounds=1, warmup=2)
+    assert not calls[1] and all(calls[2:])
 
 
 def test_the_switch(monkeypatch):

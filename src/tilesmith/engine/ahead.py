@@ -80,6 +80,16 @@ class Threads:
         for thread in running:
             thread.join()
 
+    def settle(self) -> None:
+        """Wait until nothing is left to do."""
+        while True:
+            with self.lock:
+                running = list(self.running)
+            if not running:
+                return
+            for thread in running:
+                thread.join()
+
     def _run(self) -> None:
         while True:
             with self.lock:
@@ -107,6 +117,13 @@ def _threads() -> Threads | None:
     if not settings().compile_ahead or processors < 2 or releases.too_old() or torch.version.hip or interpreting():
         return None
     return Threads(min(MOST, processors - 1))
+
+
+def settle() -> None:
+    """Wait until no kernel is compiled ahead: what is timed meanwhile shares the GIL with compilers."""
+    threads = _threads()
+    if threads is not None:
+        threads.settle()
 
 
 def _forget() -> None:
