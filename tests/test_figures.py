@@ -109,6 +109,13 @@ def _four_bits() -> tuple[float, ...]:
     return rows[0]["share of fp16"], seeds[0]["loss"], min(rises), max(rises), min(shares), max(shares)
 
 
+def _product() -> tuple[float, ...]:
+    us = {
+        rows: _at("sm90/adaptive-precision", "times", {"work": f"{rows} x 14336 x 4096"}, "us") for rows in (1, 32, 64)
+    }
+    return *(us[rows][name] for rows in (1, 32, 64) for name in ("4 bits", "bf16")), us[1]["mixed"]
+
+
 def _chosen() -> tuple[float, float, float]:
     row = _at("sm90/sparse-attention", "rows", 0, "forward us")
     kernels = _at("sm90/block-choice", "dynamic, 32768 tokens, us", "all", "")
@@ -186,6 +193,14 @@ SAID = [
         "packed weights take {:.2f} of their size in float16, and the loss of {:.2f} nats rises by {:.4f} to {:.4f} "
         "({:.2f} to {:.2f} %)",
         _four_bits,
+    ),
+    Said(
+        f"{GUIDES}/adaptive-precision.md",
+        "one row of x takes {:.0f} µs for bf16's {:.0f} and 32 rows {:.0f} for {:.0f}, by a kernel that unpacks the "
+        "codes where they are multiplied. With more rows the weight is dequantised at each call, so that 64 rows take "
+        "{:.0f} for {:.0f}: packing serves memory and single-stream decoding, not training or long prompts. Widths "
+        "that differ cost more, {:.0f} µs for one row",
+        _product,
     ),
     Said(
         f"{GUIDES}/fp8-training.md",
