@@ -1,13 +1,15 @@
 """What `verify` and the tests of ops check: which kernels of a case run, which reject it, and what they may be off."""
 
+import weakref
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from tilesmith.engine import Case, Op, T, ops, register_kernel
+from tilesmith.engine import Case, Op, T, cases, ops, register_kernel
 from tilesmith.validate import sanitized
-from tilesmith.validate.cases import check
+from tilesmith.validate.cases import OracleMemoryError, check, oracle
 
 
 def _doubled(x: Tensor) -> Tensor:
@@ -55,3 +57,19 @@ def test_the_sanitizers_are_told_of_every_hopper_kernel():
     for name, op in ops().items():
         if any(b.startswith("hopper") for b in op.backends()) and not name.endswith("_vjp"):
             assert any(subject == name for subject, _, _ in sanitized.subjects(0))
+
+
+def test_a_reference_without_memory_holds_none(monkeypatch):
+    """Nor does the error: it would be held while other cases run."""
+    op, case, held = ops()["rms_norm"], cases("rms_norm")[0], []
+
+    def greedy(x, *rest):
+        wide = x * 2
+        held.append(weakref.ref(wide))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 is full.")
+
+    monkeypatch.setattr(op, "reference", greedy)
+    args = op.bind((), case.build("cpu", torch.float32, case.generator()))
+    with pytest.raises(OracleMemoryError, match="rms_norm: the reference .* CUDA out of memory") as caught:
+        oracle(op, args)
+    assert caught.value.__context__ is None and held[0]() is None

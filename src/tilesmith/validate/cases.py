@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,12 +176,25 @@ def outputs_and_gradients(op: Op, args: tuple) -> dict[str, Tensor]:
     return {n: t.detach() for n, t in named.items()}
 
 
+class OracleMemoryError(RuntimeError):
+    """A device has too little memory for the reference of a case."""
+
+
 def oracle(op: Op, args: tuple) -> dict[str, Tensor]:
     """The same in fp64, through the reference as plain PyTorch: gradients by autograd, not by the vjp.
 
     In fp32 where 16-bit tensors have more than 2^30 elements: in fp64 they would fill a GPU, and fp32's rounding is
-    below a thousandth of theirs.
+    below a thousandth of theirs. OracleMemoryError where that takes more memory than there is; none is held then.
     """
+    try:
+        return _oracle(op, args)
+    except torch.OutOfMemoryError as problem:
+        traceback.clear_frames(problem.__traceback__)  # or what catches the error holds their tensors
+        why = str(problem).partition(". ")[0]
+    raise OracleMemoryError(f"{op.name}: the reference in wider numbers does not fit: {why}")
+
+
+def _oracle(op: Op, args: tuple) -> dict[str, Tensor]:
     tensors = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
     narrow = any(a.numel() > 2**30 for a in tensors) and all(a.element_size() <= 2 for a in tensors)
     dtype = torch.float32 if narrow else torch.float64
