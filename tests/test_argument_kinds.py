@@ -54,7 +54,8 @@ def test_every_parameter_refuses_other_kinds(op, args, parameter, value):
         wrong += [1, True, ["none"], torch.ones(3)]
     elif isinstance(value, list | tuple):
         wrong += [1, True, "x", ["x"] * len(value), [None] * len(value), torch.ones(len(value))]
-        wrong += [[NAN] * len(value), [True] * len(value)] if isinstance(value[0], float) else [[1] * len(value)]
+        other = (NAN, True) if isinstance(value[0], float) else (1.5, True) if type(value[0]) is int else (1,)
+        wrong += [[one] * len(value) for one in other]
     before = torch.get_rng_state()
     for bad in wrong:
         with pytest.raises((TypeError, ValueError), match=rf"^{op.name}: {parameter}\b"):

@@ -60,7 +60,8 @@ def choices_of(
         faked = {n: fake(v) if isinstance(v, Tensor) else v for n, v in args.items()}
         with Recorder(arch) as recorder:
             out = op(**faked)
-            outputs = [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+            outs = out if isinstance(out, tuple) else (out,) if isinstance(out, Tensor) else ()
+            outputs = [o for o in outs if o.requires_grad]
             inputs = [v for v in faked.values() if isinstance(v, Tensor) and v.requires_grad]
             if outputs and inputs:
                 torch.autograd.grad(outputs, inputs, list(map(torch.empty_like, outputs)), allow_unused=True)

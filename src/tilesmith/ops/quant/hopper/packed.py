@@ -10,7 +10,7 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, re
 from tilesmith.ops.quant.packed_reference import GROUP, OUTPUTS
 
 WARPS = 12  # of a multiprocessor that keep memory busy
-WAVE = 3  # tiles of a warp that are under way
+WAVE = 2  # tiles of a warp whose loads are begun together
 
 
 @gluon.jit
@@ -180,7 +180,7 @@ class StripConfig(NamedTuple):
 
 def warps_of_strip(dims: dict[str, int], arch: Any, dtype: Any) -> StripConfig:
     """As many warps as a multiprocessor needs for the loads that are under way, where a strip has tiles for them."""
-    able = [n for n in (4, 8, 16) if n == 4 or dims["groups"] >= n * WAVE]
+    able = [n for n in (4, 8, 16) if n == 4 or dims["groups"] >= 2 * n * WAVE]
     return StripConfig(next((n for n in able if dims["strips"] * n >= WARPS * arch.sms), able[-1]))
 
 
@@ -221,6 +221,6 @@ def unpacked(codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.
     if weight.numel():
         launch(
             packed_weight_kernel, (count,), *(t.contiguous() for t in (codes, *tables)), weight, rows, groups,
-            AHEAD=WAVE - 1, num_warps=config.num_warps, maxnreg=128,
+            AHEAD=WAVE, num_warps=config.num_warps, maxnreg=128,
         )  # fmt: skip
     return weight

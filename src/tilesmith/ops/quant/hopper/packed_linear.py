@@ -31,7 +31,7 @@ MOST_ROWS = 32
 """Rows of x that this kernel serves. Each strip of outputs reads all of x from the L2 cache: with more rows that takes
 longer than to write the weight in 16 bits and read it once."""
 REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
-AHEAD_OF = {8: WAVE, 16: WAVE - 1, 32: 1}  # by the rows of a product: x takes the registers
+AHEAD_OF = {8: WAVE, 16: 1, 32: 1}  # tiles by the rows of a product: x takes the registers
 
 
 @gluon.jit
@@ -69,20 +69,16 @@ def _load_inputs(x_ptr, x_row, group, num_tokens, N: gl.constexpr):
 
 
 @gluon.jit
-def _width(
-    acc, x_ptr, x_row, num_tokens, tables, count,
-    WIDTH: gl.constexpr, AHEAD: gl.constexpr, dtype: gl.constexpr,
+def _multiply(
+    acc, tiles, x_ptr, x_row, num_tokens, WIDTH: gl.constexpr, LOWEST: gl.constexpr, AHEAD: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
-    """acc [W, 16, N] + x times the tiles of a strip that have this width (`tables_of`). While AHEAD tiles of a warp are
-    multiplied, the next are loaded."""
+    """acc [W, 16, N] + x times the AHEAD tiles of each warp that `load_tiles` loaded."""
     W: gl.constexpr = gl.num_warps()
     N: gl.constexpr = acc.shape[2]
     SUMS: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(2, SUMS)
-    WARP: gl.constexpr = gl.SliceLayout(1, ROWS)
-    LOWEST: gl.constexpr = 4 if WIDTH >= 4 else 2  # bits of the first plane
     MORE: gl.constexpr = WIDTH - LOWEST
     # with these bits above it a field of 7 bits (fp16: 10) is ONE plus its value, or 16 times that
     ONE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
@@ -90,35 +86,54 @@ def _width(
     MAGIC_16: gl.constexpr = 0x45004500 if dtype == gl.bfloat16 else 0x74007400
     OFFSET: gl.constexpr = ONE * 17 if WIDTH == 8 else ONE
     ones = gl.full([W, 16, 16], 1.0, dtype, A)
-    warp = gl.arange(0, W, WARP)
+    low, high, scales, zeros, groups = tiles
+    inputs = ()
+    for ahead in gl.static_range(AHEAD):
+        inputs += (_load_inputs(x_ptr, x_row, groups[ahead], num_tokens, N),)
+    for ahead in gl.static_range(AHEAD):
+        part = gl.zeros([W, 16, N], gl.float32, SUMS)
+        total = gl.zeros([W, 16, N], gl.float32, SUMS)
+        for step in gl.static_range(4):
+            x = _inputs(inputs[ahead][step], dtype, B)
+            code = fields(low[ahead], step, LOWEST)
+            magic = gl.full_like(code, MAGIC)
+            if MORE > 0 and WIDTH < 8:
+                # the same threads have them, in registers of another order
+                more = gl.convert_layout(fields(high[ahead], step, MORE), code.type.layout)
+                magic = within(more, magic, MORE, LOWEST)
+            part = mma_sync(_operand(within(code, magic, LOWEST, 0), dtype, A), x, part)
+            if WIDTH == 8:
+                code = fields(high[ahead], step, MORE)
+                code = within(code, gl.full_like(code, MAGIC_16), MORE, 0)
+                part = mma_sync(_operand(code, dtype, A), x, part)
+            total = mma_sync(ones, x, total)
+        scale = scales[ahead].to(gl.float32)
+        zero = zeros[ahead].to(gl.float32) + OFFSET
+        acc += (part - total * gl.expand_dims(zero, 2)) * gl.expand_dims(scale, 2)
+    return acc
+
+
+@gluon.jit
+def _width(
+    acc, x_ptr, x_row, num_tokens, tables, count,
+    WIDTH: gl.constexpr, AHEAD: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """acc [W, 16, N] + x times the tiles of a strip that have this width (`tables_of`).
+
+    While some tiles are multiplied, the next are loaded. Two turns are written out: in one, what is loaded would be
+    copied at its end to where the next turn has it, which waits for the loads.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+    LOWEST: gl.constexpr = 4 if WIDTH >= 4 else 2  # bits of the first plane
+    TURN: gl.constexpr = gl.num_warps() * AHEAD
+    slot = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, ROWS))
     lane = gl.arange(0, 16, gl.SliceLayout(0, ROWS))
-    tiles = load_tiles(tables, warp, lane, count, WIDTH, LOWEST, AHEAD)
-    for first in range(0, count, W * AHEAD):
-        low, high, scales, zeros, groups = tiles
-        inputs = ()
-        for ahead in gl.static_range(AHEAD):
-            inputs += (_load_inputs(x_ptr, x_row, groups[ahead], num_tokens, N),)
-        tiles = load_tiles(tables, first + W * AHEAD + warp, lane, count, WIDTH, LOWEST, AHEAD)
-        for ahead in gl.static_range(AHEAD):
-            part = gl.zeros([W, 16, N], gl.float32, SUMS)
-            total = gl.zeros([W, 16, N], gl.float32, SUMS)
-            for step in gl.static_range(4):
-                x = _inputs(inputs[ahead][step], dtype, B)
-                code = fields(low[ahead], step, LOWEST)
-                magic = gl.full_like(code, MAGIC)
-                if MORE > 0 and WIDTH < 8:
-                    # the same threads have them, in registers of another order
-                    more = gl.convert_layout(fields(high[ahead], step, MORE), code.type.layout)
-                    magic = within(more, magic, MORE, LOWEST)
-                part = mma_sync(_operand(within(code, magic, LOWEST, 0), dtype, A), x, part)
-                if WIDTH == 8:
-                    code = fields(high[ahead], step, MORE)
-                    code = within(code, gl.full_like(code, MAGIC_16), MORE, 0)
-                    part = mma_sync(_operand(code, dtype, A), x, part)
-                total = mma_sync(ones, x, total)
-            scale = scales[ahead].to(gl.float32)
-            zero = zeros[ahead].to(gl.float32) + OFFSET
-            acc += (part - total * gl.expand_dims(zero, 2)) * gl.expand_dims(scale, 2)
+    near = load_tiles(tables, slot, lane, count, WIDTH, LOWEST, AHEAD)
+    for first in range(0, count, 2 * TURN):
+        far = load_tiles(tables, first + TURN + slot, lane, count, WIDTH, LOWEST, AHEAD)
+        acc = _multiply(acc, near, x_ptr, x_row, num_tokens, WIDTH, LOWEST, AHEAD, dtype)
+        near = load_tiles(tables, first + 2 * TURN + slot, lane, count, WIDTH, LOWEST, AHEAD)
+        acc = _multiply(acc, far, x_ptr, x_row, num_tokens, WIDTH, LOWEST, AHEAD, dtype)
     return acc
 
 
