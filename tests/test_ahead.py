@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tilesmith.engine import ahead, launch, launcher, ops, replay, timing, torch_private, triton_private
+from tilesmith.engine import threads as threads_of
 from tilesmith.engine.autograd import Way
 from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
 from tilesmith.hardware.detect import arch_named, assuming
@@ -48,8 +49,8 @@ def warmed(monkeypatch):
     monkeypatch.setattr(launcher, "awaited", {})
     monkeypatch.setattr(launcher, "_remember", lambda key, compiled: None)
     monkeypatch.setattr(ahead, "_seen", set())
-    threads = ahead.Threads(2)
-    monkeypatch.setattr(ahead, "_threads", lambda: threads)
+    threads = threads_of.Threads(2)
+    monkeypatch.setattr(ahead, "compilers", lambda: threads)
     yield found
     threads.stop()
 
@@ -143,7 +144,7 @@ def test_a_call_compiles_its_first_kernel_itself_and_none_twice(warmed, monkeypa
     kernels = [MadeUp(f"kernel_{i}") for i in range(6)]
     for columns in (16, 32):  # two calls that are looked at
         _rest(*kernels, times=3, columns=columns)
-    _finish(ahead._threads())
+    _finish(ahead.compilers())
     assert "kernel_0" not in warmed and max(Counter(warmed).values(), default=1) == 1
     assert compiled[:6] == [kernel.__name__ for kernel in kernels]  # the launches are as they were
 
@@ -171,7 +172,7 @@ def test_a_launch_waits_for_its_kernel(warmed, monkeypatch):
 def test_what_no_thread_has_begun_the_launch_compiles(warmed, monkeypatch):
     compiled = []
     monkeypatch.setattr(triton_private, "run", lambda kernel, *given: compiled.append(kernel.__name__))
-    monkeypatch.setattr(ahead._threads(), "most", 0)
+    monkeypatch.setattr(ahead.compilers(), "most", 0)
     _rest(MadeUp("first"), MadeUp("second"))
     assert compiled == ["first", "second"] and warmed == []
 
@@ -201,7 +202,7 @@ def test_a_launcher_that_cannot_be_rehearsed_runs_as_without(warmed):
 
 
 def test_threads_end_with_their_work_and_take_more():
-    threads, done = ahead.Threads(2), []
+    threads, done = threads_of.Threads(2), []
     for i in range(3):
         for future in [threads.submit(partial(done.append, i)) for _ in range(5)]:
             future.result(20)
@@ -210,8 +211,8 @@ def test_threads_end_with_their_work_and_take_more():
 
 
 def test_nothing_is_timed_beside_compilers(monkeypatch):
-    threads, calls, done = ahead.Threads(1), [], []
-    monkeypatch.setattr(ahead, "_threads", lambda: threads)
+    threads, calls, done = threads_of.Threads(1), [], []
+    monkeypatch.setattr(threads_of, "compilers", lambda: threads)
 
     def call():
         calls.append(list(done))
@@ -223,23 +224,25 @@ def test_nothing_is_timed_beside_compilers(monkeypatch):
 
 
 def test_the_switch(monkeypatch):
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(ahead, "interpreting", lambda: False)
-    monkeypatch.setattr(ahead.releases, "too_old", lambda: None)
+    monkeypatch.setattr(threads_of.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(threads_of, "interpreting", lambda: False)
+    monkeypatch.setattr(threads_of.releases, "too_old", lambda: None)
     monkeypatch.delenv("TILESMITH_COMPILE_AHEAD", raising=False)
     for text, threads in (("0", False), ("1", True), (None, True)):
         if text is not None:
             monkeypatch.setenv("TILESMITH_COMPILE_AHEAD", text)
         else:
             monkeypatch.delenv("TILESMITH_COMPILE_AHEAD")
-        monkeypatch.setattr(ahead, "settings", read)
-        assert (ahead._threads.__wrapped__() is not None) is threads
+        monkeypatch.setattr(threads_of, "settings", read)
+        assert (threads_of.compilers.__wrapped__() is not None) is threads
 
 
 ENDS = """
 import os, sys, time
-from tilesmith.engine import ahead, launcher
-threads = ahead.Threads(1)
+from tilesmith.engine import launcher
+from tilesmith.engine.threads import Threads
+import tilesmith.engine.ahead
+threads = Threads(1)
 launcher.awaited["key"] = None
 for _ in range(1000):
     threads.submit(lambda: time.sleep(0.2))
@@ -277,6 +280,7 @@ driver.set_active(SimpleNamespace(
 ))
 from test_ahead import CALLS, SM90, _finish, _launched
 from tilesmith.engine import ahead, launcher, ops, torch_private
+from tilesmith.engine.threads import Threads
 from tilesmith.engine.autograd import Way
 from tilesmith.hardware.detect import assuming
 
@@ -284,8 +288,8 @@ torch_private.current_device = lambda: 0
 torch.cuda.is_initialized = lambda: True
 torch.cuda.is_current_stream_capturing = lambda: False
 torch.cuda.device = lambda device: contextlib.nullcontext()
-ahead._threads = lambda: threads
-threads, compiled = ahead.Threads(2), []
+ahead.compilers = lambda: threads
+threads, compiled = Threads(2), []
 triton.knobs.compilation.listener = lambda src, **told: compiled.append(src.name)
 
 for name in sys.argv[1:]:

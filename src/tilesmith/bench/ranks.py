@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tilesmith.bench.run import reason
-from tilesmith.engine import ahead
+from tilesmith.engine.threads import settle
 
 ALONE = "one GPU"  # begins the names of steps that no provider takes
 KEEP = 1.15  # a provider this much slower than the best is timed twice, not five times
@@ -87,7 +87,7 @@ def first(make: Callable[[], Step], device: torch.device) -> tuple[Step | None, 
         step = make()
         with step.within():
             step.run()
-        ahead.settle()
+        settle()
         synchronize(device)
     except Exception as problem:  # whatever a peer throws is its row
         why = reason(problem)

@@ -13,122 +13,34 @@ expected costs processor time, and an error is raised where the launch compiles 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilesmith.engine import launcher, releases, torch_private, triton_private
-from tilesmith.engine.backends import interpreting
+from tilesmith.engine import launcher, torch_private, triton_private
 from tilesmith.engine.choice import by_metadata, choose, parse_pin
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.rehearsal import rehearse
+from tilesmith.engine.threads import Threads, Work, compilers
 from tilesmith.hardware.detect import arch_of, assuming
 from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
 
-MOST = 3  # and the launching thread: a quarter of a compilation holds the GIL
-
-Work = Callable[[], None]
 Works = list[tuple[tuple, Work]]  # keys of launches, and what compiles the kernel of each
-
-
-class Threads:
-    """Up to `most` threads, each of which ends when no work is left.
-
-    They are daemons that `stop` joins: for others the interpreter would wait, at its end, until all work is done.
-    """
-
-    def __init__(self, most: int):
-        self.most, self.stopped = most, False
-        self.lock, self.process = threading.Lock(), os.getpid()
-        self.waiting: deque[tuple[Future[None], Work]] = deque()
-        self.running: set[threading.Thread] = set()
-        atexit.register(self.stop)
-
-    def submit(self, work: Work, at_once: bool = False) -> Future[None]:
-        """Have a thread call `work`; at_once: before what else waits. What it raises is logged, and the result None."""
-        future: Future[None] = Future()
-        with self.lock:
-            (self.waiting.appendleft if at_once else self.waiting.append)((future, work))
-            if len(self.running) < self.most and not self.stopped:
-                thread = threading.Thread(target=self._run, name="tilesmith-ahead", daemon=True)
-                try:
-                    thread.start()
-                    self.running.add(thread)
-                except RuntimeError:  # there may be no more threads: launches compile, as without any
-                    log.debug("no thread could be started to compile ahead", exc_info=True)
-        return future
-
-    def stop(self) -> None:
-        """Begin nothing more, and wait for what was begun."""
-        if os.getpid() != self.process:  # forked, perhaps while the lock was held
-            return
-        with self.lock:
-            self.stopped = True
-            self.waiting.clear()
-            running = list(self.running)
-        for thread in running:
-            thread.join()
-
-    def settle(self) -> None:
-        """Wait until nothing is left to do."""
-        while True:
-            with self.lock:
-                running = list(self.running)
-            if not running:
-                return
-            for thread in running:
-                thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self.lock:
-                if not self.waiting:
-                    self.running.discard(threading.current_thread())
-                    return
-                future, work = self.waiting.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                work()
-            except BaseException:
-                log.debug("a kernel could not be compiled ahead", exc_info=True)
-            future.set_result(None)
 
 
 _seen: set[tuple] = set()
 
 
-@cache
-def _threads() -> Threads | None:
-    """None where nothing is compiled ahead: it is off, there is one processor, or Triton is too old to have been tried
-    with threads, or for AMD, with whose compiler it never was."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not settings().compile_ahead or processors < 2 or releases.too_old() or torch.version.hip or interpreting():
-        return None
-    return Threads(min(MOST, processors - 1))
-
-
-def settle() -> None:
-    """Wait until no kernel is compiled ahead: what is timed meanwhile shares the GIL with compilers."""
-    threads = _threads()
-    if threads is not None:
-        threads.settle()
-
-
 def _forget() -> None:
     """A forked process has none of the threads."""
-    _threads.cache_clear()
     _seen.clear()
     launcher.awaited.clear()
 
@@ -143,7 +55,7 @@ def compile_rest(op: Any, kernel: Kernel, pin: str, ready: Any, args: tuple) -> 
     ready: a kernel of `op` for one key of calls, on the current device. Calls that differ in the number of rows mostly
     launch the same kernels, so only the first of them is looked at.
     """
-    threads = _threads()
+    threads = compilers()
     if threads is None or torch.cuda.is_current_stream_capturing():
         return
     first = next(a for a in args if isinstance(a, Tensor))

@@ -21,7 +21,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tilesmith.engine import ahead, torch_private
+from tilesmith.engine import torch_private
+from tilesmith.engine.threads import settle
 from tilesmith.hardware.detect import arch_of
 
 EVENTS = ("cuda", "xpu")  # device types whose streams time themselves
@@ -133,7 +134,7 @@ def host_time(
         for fn in variants.values():
             for _ in range(10):
                 fn()
-        ahead.settle()
+        settle()
         found = interleave(rounds, {name: (lambda fn=fn: issue(fn)) for name, fn in variants.items()})
     together = [sum(times) for times in zip(*(timing.rounds for timing in found.values()))]
     calm = sorted(range(len(together)), key=together.__getitem__)[: (len(together) + 1) // 2]
@@ -194,7 +195,7 @@ def _plan(fn, device: torch.device, flush, warmup: int, budget_ms: float) -> _Pl
     for _ in range(max(warmup, 1)):
         flush()
         fn()
-    ahead.settle()
+    settle()
     _synchronize(device)
     start = time.perf_counter()
     flush()
