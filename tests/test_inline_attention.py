@@ -67,6 +67,10 @@ class Spelled(nn.Module):
         elif self.how == "scaled":
             weights = F.softmax((torch.matmul(q, k.mT) + bias).masked_fill(mask < 0, -1e9) * 8**-0.5, -1)
             y = torch.matmul(weights, v)
+        elif self.how == "shaped":  # SAM's bias of rows and columns
+            scores = torch.matmul(q, k.mT) * 8**-0.5
+            scores = scores + (mask + bias).unsqueeze(-1).reshape_as(scores)
+            y = torch.matmul(F.softmax(scores, -1), v)
         elif self.how == "shallow":
             weights = F.softmax((torch.matmul(q, k.mT)).masked_fill(mask < 0, -2.0), -1)
             y = torch.matmul(weights, v)
@@ -102,6 +106,7 @@ def _step(module, dtype=torch.float32):
         ("filled", 1),
         ("written", 1),
         ("scaled", 1),
+        ("shaped", 1),
         ("peeked", 0),
         ("read", 1),
         ("shallow", 0),

@@ -98,6 +98,35 @@ def test_attention_chosen_by_the_user_stays():
     assert (row.action, row.reason) == ("skipped", "the model's attention is flex_attention")
 
 
+def _prefixed(attention):
+    """The text model within PaliGemma: its attention modules say that they are not causal, its masks that they are."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GemmaConfig(**GROUPED, head_dim=16, use_bidirectional_attention=True)
+    torch.manual_seed(0)
+    return transformers.GemmaForCausalLM._from_config(config, attn_implementation=attention).train()
+
+
+@pytest.mark.parametrize("padded", ["right", None])
+def test_masks_are_causal_where_modules_are_not(padded):
+    model, inputs = _prefixed("sdpa"), batch("gemma", padded)
+    oracle, original = train(copy.deepcopy(model).double(), inputs), train(model, inputs)
+    optimize(model, only="attention")
+    with Calls() as calls:
+        found = train(model, inputs)
+    assert calls["attention"] == 2
+    assert_within_budget(found, original, oracle)
+
+
+def test_eager_attention_stays_where_only_its_masks_are_causal():
+    """Without padding transformers makes a mask for eager attention alone."""
+    model, inputs = _prefixed("eager"), batch("gemma", None)
+    wanted = train(model, inputs)
+    optimize(model, only="attention")
+    assert model.config._attn_implementation == "eager"
+    assert "attn_implementation='sdpa'" in rows_of(model)["", "attention"].reason
+    assert torch.equal(train(model, inputs)[1], wanted[1])
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart"])
 def test_attention_weights_are_there_where_asked_for(family):
     model, inputs = build(family).eval(), batch(family)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.models.attention.chosen import NAME, ChosenForm, drop_turns, share_turns, take_back, turns
 from tilesmith.models.attention.continuous import batching
-from tilesmith.models.attention.masks import KeyMask, key_mask
+from tilesmith.models.attention.masks import KeyMask, causal_by_mask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
 from tilesmith.models.attention.selected_blocks import attend_selected, dense_selection
 from tilesmith.models.reach import ran, reaches
@@ -285,6 +285,12 @@ class AttentionRule(Rule):
             return Skip(
                 f"transformers offers {type(eager.module).__name__} no other than eager attention", wanted=False
             )
+        explicit = next((site for site in sites if _eager_masks_alone_are_causal(site)), None)
+        if explicit is not None:
+            return Skip(
+                f"{type(explicit.module).__name__} is causal by the masks that transformers makes for eager attention; "
+                "load the model with attn_implementation='sdpa'"
+            )
         classes = dict.fromkeys(original_class(type(site.module)) for site in sites)
         own = next((cls.__name__ for cls in classes if computes_mask(cls) and not passes_block_lists(cls)), None)
         if own is not None:
@@ -309,6 +315,13 @@ def _configurations(model: nn.Module) -> list[tuple[str, str | None]]:
         if hasattr(config, "_attn_implementation"):
             seen.setdefault(id(config), (fqn, config._attn_implementation))
     return list(seen.values())
+
+
+def _eager_masks_alone_are_causal(site: Site) -> bool:
+    """Whether a module, given no mask, would attend to later keys, where eager attention is given a causal one."""
+    config = getattr(site.module, "config", None)
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return eager and causal_by_mask(config) and getattr(site.module, "is_causal", True) is False
 
 
 def _only_eager(site: Site) -> bool:

@@ -176,6 +176,7 @@ def _as_arguments(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **kwargs: Any,
 ) -> KeyMask | None:
     window, causal, documents, lengths = rule.window, rule.causal, rule.documents, None
@@ -186,7 +187,7 @@ def _as_arguments(
         full, behind = _LOOKED_AT.known(attention_mask, (kv_length, kv_offset))
         if not full and behind and not causal and window is None and documents is None:
             lengths = padding.sum(1, dtype=torch.int32)
-        elif not full and not (behind and causal and torch.is_grad_enabled()):
+        elif not full and (not (behind and causal and torch.is_grad_enabled()) or causal_by_mask(config)):
             documents = torch.where(padding, 0 if documents is None else documents, -1)
     if documents is not None:
         documents = documents.int()
@@ -207,6 +208,12 @@ def _as_arguments(
         if not causal and allow_is_bidirectional_skip and lengths is None:
             return None
     return KeyMask((batch_size, 1, q_length, kv_length), here, causal, window, lengths, documents)
+
+
+def causal_by_mask(config: Any) -> bool:
+    """Whether the attention modules of a configuration take no mask for all keys, while their model makes causal masks:
+    Gemma within PaliGemma, which lets a prefix see itself."""
+    return bool(getattr(config, "use_bidirectional_attention", False))
 
 
 def _slots(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:

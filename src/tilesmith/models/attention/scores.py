@@ -245,8 +245,8 @@ class Scores:
         name = _FOLLOWED.get(function)
         if name is not None and args and isinstance(args[0], Scores):
             return getattr(args[0], name)(*args[1:], **{n: v for n, v in kwargs.items() if n != "_stacklevel"})
-        if function is Tensor.expand_as and isinstance(args[1], Scores):
-            return _real(args[0]).expand(args[1].shape)
+        if function in _AS and len(args) == 2 and isinstance(args[1], Scores):
+            return _AS[function](_real(args[0]), args[1].shape)
         if function is torch.where and len(args) == 3 and not kwargs and isinstance(args[1], Scores):
             keep, scores, other = args
             value = other.item() if isinstance(other, Tensor) and other.ndim == 0 and other.is_cpu else other
@@ -255,6 +255,9 @@ class Scores:
             )
         return function(*map(_real, args), **{n: _real(value) for n, value in kwargs.items()})
 
+
+_AS = {Tensor.expand_as: Tensor.expand, Tensor.reshape_as: Tensor.reshape, Tensor.view_as: Tensor.view}
+"""What takes no more than the shape of a tensor, and what does the same by a shape."""
 
 _FOLLOWED: dict[Any, str] = {
     F.softmax: "softmax",
