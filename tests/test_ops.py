@@ -87,6 +87,23 @@ def test_opcheck_of_the_vjp(name):
     torch.library.opcheck(op.vjp.handle, args, {"pin": ""})
 
 
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_a_vjp_returns_memory_of_its_own(name):
+    """As torch's dispatcher and torch.func demand; but for what a last backward may write over."""
+    op = ops()[name]
+    for case in (c for c in cases(name) if "test" in c.tags):
+        args = op.bind((), case.build(DEVICE, case.dtypes[0], case.generator()))
+        call = [a.detach() if isinstance(a, Tensor) else a for a in backward_call_of(op, args) or ()]
+        if not call:
+            continue
+        outs = op.vjp.run((*call[:-1], False) if op.vjp.overwrites else tuple(call))
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        taken = {a.untyped_storage().data_ptr(): n for n, a in zip(op.vjp.parameters, call) if isinstance(a, Tensor)}
+        for n, out in zip(op.vjp.outputs, outs):
+            shared = taken.setdefault(out.untyped_storage().data_ptr(), n) if out.numel() else n
+            assert shared == n, f"{case.name}: {n} is in the memory of {shared}"
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if ops()[name].when is arguments.small])
 def test_small_calls_are_traced_as_plain_functions(name, monkeypatch):
     op, args = arguments_of(name)
