@@ -342,6 +342,26 @@ def test_double_backward_is_right_or_refused(name):
             torch.testing.assert_close(g, want)
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "attention_weights", "column_sums"])  # the last one has no vjp
+def test_gradients_under_hooks_of_saved_tensors(name):
+    """save_on_cpu around a whole step, or the hooks of a checkpoint around a gradient taken within."""
+    op, args = arguments_of(name)
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+
+    def twice():
+        outs = op(*args)
+        out = outs[0] if isinstance(outs, tuple) else outs
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True, allow_unused=True)
+        total = sum(g.square().sum() for g in first if g is not None)
+        return [*first, *torch.autograd.grad(total, leaves, allow_unused=True)]
+
+    want = twice()
+    with torch.autograd.graph.save_on_cpu():
+        got = twice()
+    for g, w in zip(got, want):
+        torch.testing.assert_close(g, w)
+
+
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_nested_functional_gradients_are_right_or_refused(name):
     op, args = arguments_of(name)
