@@ -25,7 +25,7 @@ from tilesmith.engine import arguments, cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting
 from tilesmith.engine.choice import pinned, pins
 from tilesmith.validate import check
-from tilesmith.validate.cases import OracleMemoryError, backends_of, outputs_and_gradients, pins_of
+from tilesmith.validate.cases import OracleMemoryError, backends_of, each_output, outputs_and_gradients, pins_of
 
 
 def _interpreted(backend):
@@ -194,6 +194,38 @@ def test_fake_tensors_tell_shape_dtype_and_strides(name):
                 backend,
                 n,
             )
+
+
+def _turned(a):
+    """The dims the other way round in memory."""
+    back = tuple(reversed(range(a.ndim)))
+    return a.detach().permute(back).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fakes_hold_for_any_strides(name):
+    """Code that Inductor generates reads an output by the strides of its fake."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op = ops()[name]
+    for case in (c for c in cases(name) if "test" in c.tags):
+        built = op.bind((), case.build(DEVICE, case.dtypes[0], case.generator()))
+        for lay_out in (Tensor.detach, _turned):
+            args = [
+                a.clone() if n in op.mutates else lay_out(a) if isinstance(a, Tensor) else a
+                for n, a in zip(op.parameters, built)
+            ]
+            mode = FakeTensorMode()
+            with torch.no_grad(), mode:
+                faked = op.handle(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+            with torch.no_grad():
+                real = op.run(tuple(args), REFERENCE)
+            for n, fake, out in zip(op.outputs, each_output(faked), each_output(real)):
+                told, is_so = (
+                    (tuple(x.shape), x.dtype, [step for size, step in zip(x.shape, x.stride()) if size > 1])
+                    for x in (fake, out)
+                )
+                assert not out.numel() or told == is_so, f"{case.name}, {lay_out.__name__}: {n}"
 
 
 @pytest.mark.parametrize("name", NAMES)
