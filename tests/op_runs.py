@@ -35,14 +35,15 @@ def arguments_of(name, dtype=torch.float32):
 
 
 def backward_call_of(op, args):
-    """The arguments that autograd hands to the op's vjp, in the backward of a call with `args`."""
+    """The arguments that autograd hands to the op's vjp, in the backward of a call with `args`; None where it does not
+    run, as where nothing asks for a gradient."""
     seen, run = [], op.vjp.run
     op.vjp.run = lambda call, pin: (seen.append(call), run(call, pin))[1]
     try:
         outputs_and_gradients(op, args)
     finally:
         del op.vjp.run
-    return seen[0]
+    return seen[0] if seen else None
 
 
 def cotangents_of(outs):

@@ -25,7 +25,7 @@ from tilesmith.engine import arguments, cases, ops, use
 from tilesmith.engine.backends import REFERENCE, interpreting
 from tilesmith.engine.choice import pinned, pins
 from tilesmith.validate import check
-from tilesmith.validate.cases import OracleMemoryError, backends_of, outputs_and_gradients, pins_of
+from tilesmith.validate.cases import OracleMemoryError, backends_of, each_output, outputs_and_gradients, pins_of
 
 
 def _interpreted(backend):
@@ -85,6 +85,23 @@ def test_opcheck_of_the_vjp(name):
     op, args = arguments_of(name)
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in backward_call_of(op, args))
     torch.library.opcheck(op.vjp.handle, args, {"pin": ""})
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_a_vjp_returns_memory_of_its_own(name):
+    """As torch's dispatcher and torch.func demand; but for what a last backward may write over."""
+    op = ops()[name]
+    for case in (c for c in cases(name) if "test" in c.tags):
+        args = op.bind((), case.build(DEVICE, case.dtypes[0], case.generator()))
+        call = [a.detach() if isinstance(a, Tensor) else a for a in backward_call_of(op, args) or ()]
+        if not call:
+            continue
+        outs = op.vjp.run((*call[:-1], False) if op.vjp.overwrites else tuple(call))
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        taken = {a.untyped_storage().data_ptr(): n for n, a in zip(op.vjp.parameters, call) if isinstance(a, Tensor)}
+        for n, out in zip(op.vjp.outputs, outs):
+            shared = taken.setdefault(out.untyped_storage().data_ptr(), n) if out.numel() else n
+            assert shared == n, f"{case.name}: {n} is in the memory of {shared}"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if ops()[name].when is arguments.small])
@@ -177,6 +194,38 @@ def test_fake_tensors_tell_shape_dtype_and_strides(name):
                 backend,
                 n,
             )
+
+
+def _turned(a):
+    """The dims the other way round in memory."""
+    back = tuple(reversed(range(a.ndim)))
+    return a.detach().permute(back).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fakes_hold_for_any_strides(name):
+    """Code that Inductor generates reads an output by the strides of its fake."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op = ops()[name]
+    for case in (c for c in cases(name) if "test" in c.tags):
+        built = op.bind((), case.build(DEVICE, case.dtypes[0], case.generator()))
+        for lay_out in (Tensor.detach, _turned):
+            args = [
+                a.clone() if n in op.mutates else lay_out(a) if isinstance(a, Tensor) else a
+                for n, a in zip(op.parameters, built)
+            ]
+            mode = FakeTensorMode()
+            with torch.no_grad(), mode:
+                faked = op.handle(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+            with torch.no_grad():
+                real = op.run(tuple(args), REFERENCE)
+            for n, fake, out in zip(op.outputs, each_output(faked), each_output(real)):
+                told, is_so = (
+                    (tuple(x.shape), x.dtype, [step for size, step in zip(x.shape, x.stride()) if size > 1])
+                    for x in (fake, out)
+                )
+                assert not out.numel() or told == is_so, f"{case.name}, {lay_out.__name__}: {n}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -323,6 +372,26 @@ def test_double_backward_is_right_or_refused(name):
             assert g is None or not g.any()
         else:
             torch.testing.assert_close(g, want)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "attention_weights", "column_sums"])  # the last one has no vjp
+def test_gradients_under_hooks_of_saved_tensors(name):
+    """save_on_cpu around a whole step, or the hooks of a checkpoint around a gradient taken within."""
+    op, args = arguments_of(name)
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+
+    def twice():
+        outs = op(*args)
+        out = outs[0] if isinstance(outs, tuple) else outs
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True, allow_unused=True)
+        total = sum(g.square().sum() for g in first if g is not None)
+        return [*first, *torch.autograd.grad(total, leaves, allow_unused=True)]
+
+    want = twice()
+    with torch.autograd.graph.save_on_cpu():
+        got = twice()
+    for g, w in zip(got, want):
+        torch.testing.assert_close(g, w)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)

@@ -107,7 +107,7 @@ class Gradient:
             outs = outs if isinstance(outs, tuple) else (outs,)
             return tuple(o for o, g in zip(outs, grads[: op.public]) if g is not None)
 
-        pull = as_written(lambda *tensors: torch.func.vjp(forward, *tensors)[1](given), kind)
+        pull = as_written(lambda *tensors: _pulled_back(forward, tensors, given), kind)
         result: dict[int | None, Tensor] = dict(zip(wanted, pull(*(args[i] for i in wanted))))
         return tuple(result.get(i) for i in returned)
 
@@ -236,6 +236,21 @@ def _differentiated_again() -> bool:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return torch_private.differentiates_gradients()
+
+
+def _pulled_back(forward: Callable[..., tuple], tensors: tuple, given: tuple) -> tuple[Tensor, ...]:
+    """Gradients of forward(*tensors) with respect to each, for those that come in, `given`."""
+    transformed = torch_private.functorch() is not None or torch.compiler.is_compiling()
+    if transformed or torch_private.saved_tensors_hooks(False) is None:
+        return torch.func.vjp(forward, *tensors)[1](given)
+    again = torch.is_grad_enabled()  # torch.func knows no hooks of saved tensors, autograd does
+    with torch.enable_grad():
+        apart = [t.view_as(t) for t in tensors]  # one may have been computed from another, which is no path here
+        outs = [(o, g) for o, g in zip(forward(*apart), given) if o.requires_grad]
+        if not outs:
+            return tuple(torch.zeros_like(t) for t in tensors)
+        reached, incoming = zip(*outs)
+        return torch.autograd.grad(reached, apart, incoming, create_graph=again, materialize_grads=True)
 
 
 def _last_backward(grads: tuple) -> bool:

@@ -215,7 +215,8 @@ class Op:
         if key is None and sharding_rules.distributed(args):
             return sharding_rules.call(self, args)
         if ready is None:  # a check looks at what is in the key, so a known key has passed it
-            self.check(*args)
+            with torch_private.without_jit():
+                self.check(*args)
             ready = self._passed_on(args, pin) if key is None else self._remember(key, args, pin)
         if ready.way is not None:
             return self._public(self.gradient.apply(ready, args))
@@ -282,11 +283,26 @@ class Op:
 
     def _passed_on(self, args: tuple, pin: str) -> Ready:
         """A call that torch's dispatcher has to see; functorch connects it to autograd itself."""
+        if torch.jit.is_tracing():
+            return self._traced_by_jit(args, pin)
         ready = Ready(lambda *args: self._dispatched(args, pin))
         return ready if _functorch() is not None else self._connected(ready, args, pin)
 
+    def _traced_by_jit(self, args: tuple, pin: str) -> Ready:
+        """A call that torch.jit.trace records, which sees PyTorch's operations alone: neither launches nor an
+        autograd.Function. Sizes are tensors there, so no key of such a call is ever known."""
+        for n, kind, a in zip(self.parameters, self.kinds(), args):
+            if "List[bool]" in kind and a is not None:
+                raise NotImplementedError(
+                    f"{self.name}: torch.jit.trace records no list of bools, as {n} is; take torch.export or "
+                    "torch.compile"
+                )
+        return Ready(lambda *args: self.handle(*args, pin=pin))
+
     def _remember(self, key: tuple, args: tuple, pin: str) -> Ready:
         """The chosen kernel for these very shapes, kept so that the next such call asks for nothing."""
+        if torch.jit.is_tracing():
+            return self._traced_by_jit(args, pin)
         ready = self._connected(self._ready(args, pin), args, pin)
         if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
             self._recent.clear()

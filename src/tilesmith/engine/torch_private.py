@@ -40,6 +40,8 @@ NAMES = {
     "torch._C._is_key_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
     "torch._C._get_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
     "torch._C._stash_obj_in_tls": "a pin does not reach backwards in other threads, but for the forward's own",
+    "torch._C._get_tracing_state": "torch.jit.trace warns of what the checks of arguments ask",
+    "torch._C._set_tracing_state": "torch.jit.trace warns of what the checks of arguments ask",
     "torch.utils._python_dispatch.TorchDispatchMode": "launchers are not replayed; doctor cannot watch a call",
     "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed; "
     "a model with the experts of this library by name must be called before torch.export",
@@ -101,6 +103,23 @@ functorch: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack"
 
 knows_functorch = functorch is not _transforms or _stack is not None
 """Whether `functorch` can tell; else one may be at work in each call: all go to the dispatcher, torch.func raises."""
+
+_tracing, _trace_on = _get("torch._C._get_tracing_state"), _get("torch._C._set_tracing_state")
+
+
+@contextlib.contextmanager
+def without_jit() -> Iterator[None]:
+    """Inside, torch.jit.trace records nothing, and sizes are numbers, not tensors."""
+    if not torch.jit.is_tracing() or _tracing is None or _trace_on is None:
+        yield
+        return
+    state = _tracing()
+    _trace_on(None)
+    try:
+        yield
+    finally:
+        _trace_on(state)
+
 
 _any_autocast = _get("torch._C._is_any_autocast_enabled")
 

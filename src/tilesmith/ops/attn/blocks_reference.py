@@ -241,7 +241,7 @@ def block_select(
         before = share.gather(-1, order).cumsum(-1).roll(1, -1)
         before[..., :1] = 0.0
         kept = kept & (before < mass * share.sum(-1, keepdim=True))
-    return torch.zeros_like(value, dtype=torch.bool).scatter_(-1, order, kept)
+    return torch.zeros(value.shape, dtype=torch.bool, device=value.device).scatter_(-1, order, kept)
 
 
 def block_lists(keep: Tensor, room: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

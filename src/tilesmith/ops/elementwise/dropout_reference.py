@@ -30,8 +30,7 @@ def bias_dropout(x: Tensor, bias: Tensor | None = None, seed: Tensor | None = No
     Raises TypeError for dtypes that are not floating; ValueError for a bias that is not [F], tensors on several
     devices, p outside [0, 1), a missing seed with p > 0 or one that is not int64 [2].
     """
-    out = _dropped(x, bias, seed, p).to(x.dtype).contiguous()
-    return out.clone() if out is x else out
+    return _of_its_own(_dropped(x, bias, seed, p), x)
 
 
 def bias_dropout_vjp(
@@ -85,4 +84,10 @@ def _dropped_vjp(
 ) -> tuple[Tensor, Tensor]:
     dx = _dropped(dout, None, seed, p)
     dbias = dx.unsqueeze(0).sum(list(range(dx.ndim))).to(bias.dtype) if output_mask[1] else dout.new_empty(0)
-    return dx.to(dout.dtype).contiguous() if output_mask[0] else dout.new_empty(0), dbias
+    return _of_its_own(dx, dout) if output_mask[0] else dout.new_empty(0), dbias
+
+
+def _of_its_own(dropped: Tensor, x: Tensor) -> Tensor:
+    """The result in x's dtype, contiguous; a copy where nothing was done to x: an op returns no argument."""
+    out = dropped.to(x.dtype).contiguous()
+    return out.clone() if out is x else out

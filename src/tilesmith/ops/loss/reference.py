@@ -189,7 +189,7 @@ def linear_cross_entropy(
         x_grad.to(x.dtype),
         weight_grad.to(summed_dtype(weight, accumulate_fp32)),
         bias_grad.to(loss.dtype),
-        pitched(logit_grad.to(x.dtype)) if keeps else logit_grad.to(x.dtype),
+        pitched(logit_grad.to(x.dtype).contiguous()) if keeps else logit_grad.to(x.dtype),
         logit_factors,
     )
 
@@ -250,7 +250,7 @@ def linear_cross_entropy_vjp(
 
 
 def token_losses(logits: Tensor, target: Tensor, weight: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Each token's cross-entropy without its z term, and lse; both 0 where the target is ignored."""
+    """Each token's cross-entropy without its z term, and lse; both 0 where the target is ignored, and contiguous."""
     z = scores(logits, terms)
     counted, valid, label = counted_labels(target, logits.shape[-1], terms.ignore_index)
     lse = z.logsumexp(-1)
@@ -263,7 +263,7 @@ def token_losses(logits: Tensor, target: Tensor, weight: Tensor | None, terms: T
         every = misses.sum(-1) if weight is None else (misses * weight.to(z.dtype)).sum(-1)
         losses = (1 - terms.label_smoothing) * losses + terms.label_smoothing / logits.shape[-1] * every
     losses = torch.where(valid, losses, float("nan"))
-    return torch.where(counted, losses, 0.0), torch.where(counted, lse, 0.0)
+    return torch.where(counted, losses, 0.0).contiguous(), torch.where(counted, lse, 0.0).contiguous()
 
 
 def logit_grads(

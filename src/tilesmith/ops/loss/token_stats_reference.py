@@ -136,7 +136,7 @@ def _stats(logits: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor
     below = z - z.amax(-1, keepdim=True)  # entropies are small beside lse, whose rounding they should not have
     sums, tilt = below.exp().sum(-1), torch.where(z == float("-inf"), 0.0, below.exp() * below).sum(-1)
     entropy = torch.where(counted, sums.log() - tilt / sums, 0.0)
-    return -losses, entropy, lse, torch.where(counted, z.argmax(-1), -1)
+    return -losses, entropy.contiguous(), lse, torch.where(counted, z.argmax(-1), -1).contiguous()
 
 
 def _logit_grads(

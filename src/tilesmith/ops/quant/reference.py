@@ -59,7 +59,7 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     """
     flat = as_rows(x).to(wide(x))
     factor = factors_of_rows(flat, format)
-    return cast(flat / factor, format).view(x.shape), factor.to(torch.float32)
+    return cast(flat / factor, format).contiguous().view(x.shape), factor.to(torch.float32)
 
 
 def fp8_cast_blocks(
