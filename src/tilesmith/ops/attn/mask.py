@@ -79,7 +79,8 @@ class Mask:
             tensor("Mask", "prefix", self.prefix)
             lowered["prefix_lengths"] = self.prefix
         if self.documents is not None:
-            pair = self.documents if isinstance(self.documents, tuple) else (self.documents, self.documents)
+            several = isinstance(self.documents, tuple | list)
+            pair = self.documents if several else (self.documents, self.documents)
             if len(pair) != 2:
                 raise ValueError(f"Mask: documents must be one tensor or a pair of them, got {len(pair)}")
             for documents in pair:
@@ -91,6 +92,8 @@ class Mask:
             blocks = self.blocks
             if not isinstance(blocks, Blocks):
                 raise TypeError(f"Mask: blocks must be Blocks, got {type(blocks).__name__}")
+            size("Blocks", "block_q", blocks.block_q)
+            size("Blocks", "block_k", blocks.block_k)
             lowered |= {"block_offsets": blocks.offsets, "block_indices": blocks.indices}
             lowered |= {"block_offsets_t": blocks.offsets_t, "block_indices_t": blocks.indices_t}
             lowered |= {"block_q": blocks.block_q, "block_k": blocks.block_k}
