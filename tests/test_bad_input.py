@@ -3,6 +3,8 @@
 One table for each family: (what is wrong, the call, the error, words of its message). A message must name the argument.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch import nn as torch_nn
@@ -31,6 +33,11 @@ COS, SIN = r(16, 4), r(16, 4)
 SEED = torch.zeros(2, dtype=torch.int64)
 I32 = torch.int32
 LEARNED = torch.ones(2, 1, 1, requires_grad=True)
+with warnings.catch_warnings(action="ignore"):  # torch's, that this kind of nested tensor is a prototype
+    NESTED = torch.nested.nested_tensor([r(4, 6, 8), r(4, 3, 8)])
+
+
+PAGES, STARTS = torch.tensor([[0, 1], [1, 2]], dtype=I32), torch.tensor([0, 3, 6], dtype=I32)
 
 
 def refused(table):
@@ -247,6 +254,9 @@ ATTENTION = [
     ("batch", lambda: attention(k=K[:1], v=V[:1]), ValueError, "attention: k must have q's batch size"),
     ("dtypes", lambda: attention(k=K.half()), TypeError, "attention: k has dtype torch.float16"),
     ("integers", lambda: attention(q=Q.to(LONG)), TypeError, "attention: q has dtype torch.int64"),
+    ("q fp8", lambda: attention(q=Q.to(FP8)), TypeError, "attention: q has dtype torch.float8_e4m3fn; give q_scale wi"),
+    ("nested", lambda: attention(NESTED, NESTED, NESTED), TypeError, "attention: q is a nested tensor"),
+    ("nested keys", lambda: attention(k=NESTED), TypeError, "attention: k is a nested tensor"),
     ("device", lambda: attention(k=K.to("meta")), ValueError, "attention: k is on meta, q on cpu"),
     ("scale nan", lambda: attention(score=ops.Score(scale=NAN)), ValueError, "Score: scale must be finite"),
     (
@@ -282,6 +292,7 @@ ATTENTION = [
     ("prefix", lambda: attention(mask=ops.Mask(prefix=ids(2))), TypeError, "attention: prefix_lengths must be int32"),
     ("prefix int", lambda: attention(mask=ops.Mask(prefix=3)), TypeError, "Mask: prefix must be a tensor, got 3"),
     ("documents", lambda: attention(mask=ops.Mask(documents=ids(2, 5).int())), ValueError, "attention: q_documents"),
+    ("documents list", lambda: attention(mask=ops.Mask(documents=[SEED])), ValueError, "Mask: documents must be"),
     ("documents three", lambda: attention(mask=ops.Mask(documents=(SEED,) * 3)), ValueError, "Mask: documents must be"),
     ("blocks", lambda: attention(mask=ops.Mask(blocks=(SEED, SEED))), TypeError, "Mask: blocks must be Blocks"),
     ("not a mask", lambda: attention(mask=torch.ones(6, 6)), TypeError, "attention: mask must be a Mask, got Tensor"),
@@ -303,6 +314,18 @@ ATTENTION = [
         "attention: alibi requires a gradient and",
     ),
     ("page_table", lambda: attention(page_table=ids(2).int()), ValueError, "attention: page_table must be"),
+    (
+        "page",
+        lambda: attention(page_table=PAGES),
+        ValueError,
+        "page_table holds 2 for slots 6 to 11 of row 1; the cache",
+    ),
+    (
+        "page of a document",
+        lambda: attention(Q[:1], cu_seqlens_q=STARTS, kv_lengths=PAGES[1], page_table=PAGES + 1),
+        ValueError,
+        "page_table holds 2 for slots 0 to 5 of row 1",
+    ),
     (
         "block size",
         lambda: ops.attention.__globals__["attention_op"](Q, K, V, block_q=-1),
@@ -381,6 +404,12 @@ ATTENTION = [
     ("add tokens", lambda: ops.add_runs(Q, Q, Q, Q, Q[:, :, :3], Q, []), ValueError, "add_runs: into_b has 6 tokens"),
     ("add more", lambda: ops.add_runs(Q, Q, Q, Q[:, :, :3], Q, Q, []), ValueError, "add_runs: more_b has 3 tokens"),
     ("add ints", lambda: ops.add_runs(Q.long(), Q, Q, Q, Q, Q, []), TypeError, "add_runs: a has dtype torch.int64"),
+    (
+        "add fp8",
+        lambda: ops.add_runs(Q, Q, Q.to(FP8), Q, Q, Q, []),
+        TypeError,
+        "add_runs: more_a has dtype torch.float8",
+    ),
     ("add place", lambda: ops.add_runs(Q, Q, Q, Q, Q, Q, [0, 5, 2]), ValueError, "run of 2 tokens from 5 on of a,"),
     (
         "partial of 8 bits",
