@@ -613,6 +613,20 @@ def decoder():
         return nn.Decoder(DECODER)
 
 
+ATTENTION_LAYER = nn.Attention(8, 4)
+
+
+def cached(dtype=torch.float32, layer=0):
+    """Attention with a cache, which stays as it was."""
+    cache = KVCache.empty(2, 2, 4, 9, 2, dtype=dtype)
+    cache.keys.zero_()
+    try:
+        with torch.no_grad():
+            ATTENTION_LAYER(X, nn.RotaryEmbedding(2, 16), cache=cache, layer=layer)
+    finally:
+        assert not cache.keys.any()
+
+
 SMALL = decoder()
 LAYER = core.AttentionLayer(8, 2)
 LAYERS = [
@@ -630,6 +644,16 @@ LAYERS = [
     ("kv heads 0", lambda: nn.Attention(8, 4, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
     ("window", lambda: nn.Attention(8, 4, window=-1), ValueError, "window must be at least 0, got -1"),
     ("scale", lambda: nn.Attention(8, 4, scale=NAN), ValueError, "scale must be finite"),
+    (
+        "no rotary",
+        lambda: ATTENTION_LAYER(X, None),
+        TypeError,
+        "Attention: rotary must be a RotaryEmbedding, got None",
+    ),
+    ("layer", lambda: cached(layer=2), ValueError, "Attention: layer is 2; the cache has layers 0 to 1"),
+    ("layer below 0", lambda: cached(layer=-1), ValueError, "Attention: layer must be at least 0, got -1"),
+    ("layer string", lambda: cached(layer="0"), TypeError, "Attention: layer must be an int, got '0'"),
+    ("cache dtype", lambda: cached(HALF), TypeError, "Attention: cache has dtype torch.bfloat16, q torch.float32"),
     ("attention dropout", lambda: nn.Attention(8, 4, dropout=1.5), ValueError, "dropout must be in"),
     ("norm", lambda: nn.RMSNorm(0), ValueError, "dim must be at least 1, got 0"),
     ("norm eps", lambda: nn.RMSNorm(8, NAN), ValueError, "eps must be finite"),
