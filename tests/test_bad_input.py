@@ -13,6 +13,7 @@ import tilesmith
 from tilesmith import core, nn, ops, use
 from tilesmith import flash_attention as fa
 from tilesmith.nn.cache import KVCache
+from tilesmith.ops.attn.mask import Blocks
 
 GENERATOR = torch.Generator().manual_seed(0)
 NAN, INF = float("nan"), float("inf")
@@ -241,6 +242,13 @@ def attention(q=Q, k=K, v=V, *args, **named):
     return ops.attention(q, k, v, *args, **named)
 
 
+TWO_BY_TWO = Blocks.of(torch.ones(1, 1, 2, 2, dtype=torch.bool), 2, 2)
+
+
+def seen(**fields):
+    return ops.Mask(**fields).materialize(6, 6)
+
+
 ATTENTION = [
     ("rank", lambda: attention(Q[0]), ValueError, "attention: q must be"),
     (
@@ -295,6 +303,48 @@ ATTENTION = [
     ("documents list", lambda: attention(mask=ops.Mask(documents=[SEED])), ValueError, "Mask: documents must be"),
     ("documents three", lambda: attention(mask=ops.Mask(documents=(SEED,) * 3)), ValueError, "Mask: documents must be"),
     ("blocks", lambda: attention(mask=ops.Mask(blocks=(SEED, SEED))), TypeError, "Mask: blocks must be Blocks"),
+    ("seen tokens", lambda: ops.Mask().materialize(-1, 3), ValueError, "Mask.materialize: tokens must be at least 0"),
+    ("seen keys", lambda: ops.Mask().materialize(3, 2.5), TypeError, "Mask.materialize: keys must be an int, got 2.5"),
+    (
+        "seen heads",
+        lambda: seen(dense=torch.ones(1, 2, 6, 6) > 0),
+        ValueError,
+        "^Mask.materialize: mask must be .1, 1, 6",
+    ),
+    ("seen dense", lambda: seen(dense=torch.ones(6, 5) > 0), ValueError, "Mask.materialize: mask must be"),
+    ("seen floats", lambda: seen(dense=torch.ones(6, 6)), TypeError, "Mask.materialize: mask must be torch.bool"),
+    ("seen prefix", lambda: seen(prefix=PAGES[0]), ValueError, "Mask.materialize: prefix_lengths must be .1., got .2."),
+    ("seen window", lambda: seen(window=-3), ValueError, "Mask.materialize: window_left must be -1"),
+    ("seen lists", lambda: seen(blocks=TWO_BY_TWO), ValueError, "Mask.materialize: block_offsets must be"),
+    (
+        "seen starts",
+        lambda: ops.Mask().materialize(6, 6, cu_seqlens_q=STARTS),
+        ValueError,
+        "Mask.materialize: with cu_seqlens_q give either cu_seqlens_k",
+    ),
+    (
+        "seen order",
+        lambda: ops.Mask().materialize(6, 6, cu_seqlens_q=STARTS.flip(0), cu_seqlens_k=STARTS),
+        ValueError,
+        "Mask.materialize: cu_seqlens_q holds .6, 3, 0.",
+    ),
+    ("seen lengths", lambda: ops.Mask().materialize(6, 6, kv_lengths=[3]), TypeError, "kv_lengths must be a tensor"),
+    ("seen device", lambda: ops.Mask().materialize(6, 6, device="gpu"), ValueError, "device must be a torch.device"),
+    (
+        "added tokens",
+        lambda: ops.Score().materialize(-1, 3),
+        ValueError,
+        "Score.materialize: tokens must be at least 0",
+    ),
+    ("added bias", lambda: ops.Score(bias=r(6, 5)).materialize(6, 6), ValueError, "Score.materialize: bias must be"),
+    ("added heads", lambda: ops.Score(alibi=r(3), bias=r(2, 1, 1)).materialize(6, 6), ValueError, "bias must be"),
+    ("added list", lambda: ops.Score(alibi=[0.1]).materialize(6, 6), TypeError, "Score: alibi must be a tensor"),
+    (
+        "added dims",
+        lambda: ops.Score(alibi=r(1, 2, 3)).materialize(6, 6),
+        ValueError,
+        "Score.materialize: alibi must be",
+    ),
     ("not a mask", lambda: attention(mask=torch.ones(6, 6)), TypeError, "attention: mask must be a Mask, got Tensor"),
     ("not a score", lambda: attention(score=1.0), TypeError, "attention: score must be a Score, got float"),
     ("sinks", lambda: attention(sinks=r(2)), ValueError, "attention: sinks must be"),
