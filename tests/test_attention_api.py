@@ -109,9 +109,10 @@ def test_the_sparse_layer_refuses(options, error, message):
         DynamicSparseAttention(32, 4, **options)
 
 
+@pytest.mark.parametrize("shape", [(0, 64, 32), (2, 0, 32)], ids=["no rows", "no tokens"])
 @pytest.mark.parametrize("pattern", SparsePattern)
-def test_the_sparse_layer_serves_an_empty_batch(pattern):
-    layer, x = DynamicSparseAttention(32, 4, 0.9, pattern, block_size=16), torch.randn(0, 64, 32, requires_grad=True)
+def test_the_sparse_layer_serves_what_is_empty(pattern, shape):
+    layer, x = DynamicSparseAttention(32, 4, 0.9, pattern, block_size=16), torch.randn(shape, requires_grad=True)
     y = layer(x)
     y.sum().backward()
     assert y.shape == x.shape and (layer.index_loss is None or layer.index_loss == 0)
@@ -238,6 +239,46 @@ def test_selections_are_refused_by_name():
         selected_block_attention(q, k, k, torch.zeros(1, 2, 20, 2, dtype=torch.int64), 10)
     with pytest.raises(TypeError, match="block_indices must be integers"):
         selected_block_attention(q, k, k, torch.zeros(1, 1, 20, 2), 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"v": None}, TypeError, "v must be a tensor, got None"),
+        ({"q": torch.randn(1, 3, 20, 8)}, ValueError, "k has 2 heads, which does not divide the 3 heads of q"),
+        ({"k": torch.randn(1, 0, 20, 8), "v": torch.randn(1, 0, 20, 8)}, ValueError, "k has 0 heads"),
+        ({"k": torch.randn(1, 2, 20, 4)}, ValueError, "k must have q's head dim 8, got 4"),
+        ({"block_indices": torch.zeros(1, 2, 20, 2, device="meta").long()}, ValueError, "block_indices is on meta"),
+        ({"block_indices": torch.full((1, 2, 20, 2), 2)}, ValueError, "block_indices holds 2; there are 2 blocks"),
+        ({"block_indices": torch.full((1, 2, 20, 2), -2)}, ValueError, "block_indices holds -2; there are 2 blocks"),
+        ({"block_indices": torch.ones(1, 2, 20, 2).long()}, ValueError, "block_indices names block 1 twice"),
+        ({"scale": -1.0}, ValueError, "scale must be a positive number"),
+    ],
+)
+def test_wrong_selections_are_named(changes, error, message):
+    x, chosen = torch.randn(1, 2, 20, 8), torch.tensor([1, 0]).expand(1, 2, 20, 2)
+    given = {"q": x, "k": x, "v": x, "block_indices": chosen, "block_size": 10}
+    with pytest.raises(error, match=f"^selected_block_attention: {message}"):
+        selected_block_attention(**given | changes)
+    none = torch.full_like(chosen, -1)  # as often as one likes
+    assert not selected_block_attention(**given | {"block_indices": none})[0].any()
+
+
+def test_a_selection_for_nobody():
+    x = torch.randn(0, 2, 20, 8)
+    out, lse = selected_block_attention(x, x, x, torch.zeros(0, 2, 20, 1, dtype=torch.int64), 10)
+    assert out.shape == x.shape and lse.shape == x.shape[:3]
+
+
+def test_lists_for_other_keys_make_no_block_mask():
+    blocks = Blocks.of(torch.ones(1, 1, 2, 3, dtype=torch.bool), 4, 4)
+    for keys in (8, 20):
+        with pytest.raises(
+            ValueError, match=f"^to_block_mask: blocks has 3 blocks of keys; {keys} keys are {keys // 4}"
+        ):
+            to_block_mask(blocks, 8, keys)
+    with pytest.raises(ValueError, match="^to_block_mask: block_indices holds 2; there are 2 blocks"):
+        to_block_mask(blocks._replace(offsets_t=None, indices_t=None), 8, 8)
 
 
 def test_lists_keep_their_form():

@@ -100,3 +100,13 @@ def test_gradients_in_fp32_of_wider_inputs_keep_their_dtype():
     args |= {"dout": out, "dlse": None, "out": out, "lse": lse, "gradients_fp32": True}
     found = attention_vjp(**args, output_mask=(True, True, True, False, False))
     assert {x.dtype for x in found[:3]} == {torch.float64}
+
+
+def test_what_is_added_in_place_is_not_rounded_first():
+    """A sum in fp16 takes its share of a result that fp16 could not hold."""
+    sums, more = torch.ones(3, 8, dtype=torch.float16, device=DEVICE), torch.full((3, 8), 1e6, device=DEVICE)
+    lse = torch.zeros(3, device=DEVICE)
+    ops.accumulate_attention(sums, lse, more, lse - 6.0)
+    share = torch.sigmoid(torch.tensor(-6.0, dtype=torch.float64))
+    wanted = torch.full_like(sums, float(1.0 - share + 1e6 * share))
+    torch.testing.assert_close(sums, wanted)

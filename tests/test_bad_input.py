@@ -3,6 +3,8 @@
 One table for each family: (what is wrong, the call, the error, words of its message). A message must name the argument.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch import nn as torch_nn
@@ -11,6 +13,7 @@ import tilesmith
 from tilesmith import core, nn, ops, use
 from tilesmith import flash_attention as fa
 from tilesmith.nn.cache import KVCache
+from tilesmith.ops.attn.mask import Blocks
 
 GENERATOR = torch.Generator().manual_seed(0)
 NAN, INF = float("nan"), float("inf")
@@ -31,6 +34,11 @@ COS, SIN = r(16, 4), r(16, 4)
 SEED = torch.zeros(2, dtype=torch.int64)
 I32 = torch.int32
 LEARNED = torch.ones(2, 1, 1, requires_grad=True)
+with warnings.catch_warnings(action="ignore"):  # torch's, that this kind of nested tensor is a prototype
+    NESTED = torch.nested.nested_tensor([r(4, 6, 8), r(4, 3, 8)])
+
+
+PAGES, STARTS = torch.tensor([[0, 1], [1, 2]], dtype=I32), torch.tensor([0, 3, 6], dtype=I32)
 
 
 def refused(table):
@@ -234,6 +242,13 @@ def attention(q=Q, k=K, v=V, *args, **named):
     return ops.attention(q, k, v, *args, **named)
 
 
+TWO_BY_TWO = Blocks.of(torch.ones(1, 1, 2, 2, dtype=torch.bool), 2, 2)
+
+
+def seen(**fields):
+    return ops.Mask(**fields).materialize(6, 6)
+
+
 ATTENTION = [
     ("rank", lambda: attention(Q[0]), ValueError, "attention: q must be"),
     (
@@ -247,6 +262,9 @@ ATTENTION = [
     ("batch", lambda: attention(k=K[:1], v=V[:1]), ValueError, "attention: k must have q's batch size"),
     ("dtypes", lambda: attention(k=K.half()), TypeError, "attention: k has dtype torch.float16"),
     ("integers", lambda: attention(q=Q.to(LONG)), TypeError, "attention: q has dtype torch.int64"),
+    ("q fp8", lambda: attention(q=Q.to(FP8)), TypeError, "attention: q has dtype torch.float8_e4m3fn; give q_scale wi"),
+    ("nested", lambda: attention(NESTED, NESTED, NESTED), TypeError, "attention: q is a nested tensor"),
+    ("nested keys", lambda: attention(k=NESTED), TypeError, "attention: k is a nested tensor"),
     ("device", lambda: attention(k=K.to("meta")), ValueError, "attention: k is on meta, q on cpu"),
     ("scale nan", lambda: attention(score=ops.Score(scale=NAN)), ValueError, "Score: scale must be finite"),
     (
@@ -282,8 +300,51 @@ ATTENTION = [
     ("prefix", lambda: attention(mask=ops.Mask(prefix=ids(2))), TypeError, "attention: prefix_lengths must be int32"),
     ("prefix int", lambda: attention(mask=ops.Mask(prefix=3)), TypeError, "Mask: prefix must be a tensor, got 3"),
     ("documents", lambda: attention(mask=ops.Mask(documents=ids(2, 5).int())), ValueError, "attention: q_documents"),
+    ("documents list", lambda: attention(mask=ops.Mask(documents=[SEED])), ValueError, "Mask: documents must be"),
     ("documents three", lambda: attention(mask=ops.Mask(documents=(SEED,) * 3)), ValueError, "Mask: documents must be"),
     ("blocks", lambda: attention(mask=ops.Mask(blocks=(SEED, SEED))), TypeError, "Mask: blocks must be Blocks"),
+    ("seen tokens", lambda: ops.Mask().materialize(-1, 3), ValueError, "Mask.materialize: tokens must be at least 0"),
+    ("seen keys", lambda: ops.Mask().materialize(3, 2.5), TypeError, "Mask.materialize: keys must be an int, got 2.5"),
+    (
+        "seen heads",
+        lambda: seen(dense=torch.ones(1, 2, 6, 6) > 0),
+        ValueError,
+        "^Mask.materialize: mask must be .1, 1, 6",
+    ),
+    ("seen dense", lambda: seen(dense=torch.ones(6, 5) > 0), ValueError, "Mask.materialize: mask must be"),
+    ("seen floats", lambda: seen(dense=torch.ones(6, 6)), TypeError, "Mask.materialize: mask must be torch.bool"),
+    ("seen prefix", lambda: seen(prefix=PAGES[0]), ValueError, "Mask.materialize: prefix_lengths must be .1., got .2."),
+    ("seen window", lambda: seen(window=-3), ValueError, "Mask.materialize: window_left must be -1"),
+    ("seen lists", lambda: seen(blocks=TWO_BY_TWO), ValueError, "Mask.materialize: block_offsets must be"),
+    (
+        "seen starts",
+        lambda: ops.Mask().materialize(6, 6, cu_seqlens_q=STARTS),
+        ValueError,
+        "Mask.materialize: with cu_seqlens_q give either cu_seqlens_k",
+    ),
+    (
+        "seen order",
+        lambda: ops.Mask().materialize(6, 6, cu_seqlens_q=STARTS.flip(0), cu_seqlens_k=STARTS),
+        ValueError,
+        "Mask.materialize: cu_seqlens_q holds .6, 3, 0.",
+    ),
+    ("seen lengths", lambda: ops.Mask().materialize(6, 6, kv_lengths=[3]), TypeError, "kv_lengths must be a tensor"),
+    ("seen device", lambda: ops.Mask().materialize(6, 6, device="gpu"), ValueError, "device must be a torch.device"),
+    (
+        "added tokens",
+        lambda: ops.Score().materialize(-1, 3),
+        ValueError,
+        "Score.materialize: tokens must be at least 0",
+    ),
+    ("added bias", lambda: ops.Score(bias=r(6, 5)).materialize(6, 6), ValueError, "Score.materialize: bias must be"),
+    ("added heads", lambda: ops.Score(alibi=r(3), bias=r(2, 1, 1)).materialize(6, 6), ValueError, "bias must be"),
+    ("added list", lambda: ops.Score(alibi=[0.1]).materialize(6, 6), TypeError, "Score: alibi must be a tensor"),
+    (
+        "added dims",
+        lambda: ops.Score(alibi=r(1, 2, 3)).materialize(6, 6),
+        ValueError,
+        "Score.materialize: alibi must be",
+    ),
     ("not a mask", lambda: attention(mask=torch.ones(6, 6)), TypeError, "attention: mask must be a Mask, got Tensor"),
     ("not a score", lambda: attention(score=1.0), TypeError, "attention: score must be a Score, got float"),
     ("sinks", lambda: attention(sinks=r(2)), ValueError, "attention: sinks must be"),
@@ -303,6 +364,18 @@ ATTENTION = [
         "attention: alibi requires a gradient and",
     ),
     ("page_table", lambda: attention(page_table=ids(2).int()), ValueError, "attention: page_table must be"),
+    (
+        "page",
+        lambda: attention(page_table=PAGES),
+        ValueError,
+        "page_table holds 2 for slots 6 to 11 of row 1; the cache",
+    ),
+    (
+        "page of a document",
+        lambda: attention(Q[:1], cu_seqlens_q=STARTS, kv_lengths=PAGES[1], page_table=PAGES + 1),
+        ValueError,
+        "page_table holds 2 for slots 0 to 5 of row 1",
+    ),
     (
         "block size",
         lambda: ops.attention.__globals__["attention_op"](Q, K, V, block_q=-1),
@@ -381,6 +454,12 @@ ATTENTION = [
     ("add tokens", lambda: ops.add_runs(Q, Q, Q, Q, Q[:, :, :3], Q, []), ValueError, "add_runs: into_b has 6 tokens"),
     ("add more", lambda: ops.add_runs(Q, Q, Q, Q[:, :, :3], Q, Q, []), ValueError, "add_runs: more_b has 3 tokens"),
     ("add ints", lambda: ops.add_runs(Q.long(), Q, Q, Q, Q, Q, []), TypeError, "add_runs: a has dtype torch.int64"),
+    (
+        "add fp8",
+        lambda: ops.add_runs(Q, Q, Q.to(FP8), Q, Q, Q, []),
+        TypeError,
+        "add_runs: more_a has dtype torch.float8",
+    ),
     ("add place", lambda: ops.add_runs(Q, Q, Q, Q, Q, Q, [0, 5, 2]), ValueError, "run of 2 tokens from 5 on of a,"),
     (
         "partial of 8 bits",
@@ -584,6 +663,20 @@ def decoder():
         return nn.Decoder(DECODER)
 
 
+ATTENTION_LAYER = nn.Attention(8, 4)
+
+
+def cached(dtype=torch.float32, layer=0):
+    """Attention with a cache, which stays as it was."""
+    cache = KVCache.empty(2, 2, 4, 9, 2, dtype=dtype)
+    cache.keys.zero_()
+    try:
+        with torch.no_grad():
+            ATTENTION_LAYER(X, nn.RotaryEmbedding(2, 16), cache=cache, layer=layer)
+    finally:
+        assert not cache.keys.any()
+
+
 SMALL = decoder()
 LAYER = core.AttentionLayer(8, 2)
 LAYERS = [
@@ -601,6 +694,16 @@ LAYERS = [
     ("kv heads 0", lambda: nn.Attention(8, 4, 0), ValueError, "num_kv_heads must be at least 1, got 0"),
     ("window", lambda: nn.Attention(8, 4, window=-1), ValueError, "window must be at least 0, got -1"),
     ("scale", lambda: nn.Attention(8, 4, scale=NAN), ValueError, "scale must be finite"),
+    (
+        "no rotary",
+        lambda: ATTENTION_LAYER(X, None),
+        TypeError,
+        "Attention: rotary must be a RotaryEmbedding, got None",
+    ),
+    ("layer", lambda: cached(layer=2), ValueError, "Attention: layer is 2; the cache has layers 0 to 1"),
+    ("layer below 0", lambda: cached(layer=-1), ValueError, "Attention: layer must be at least 0, got -1"),
+    ("layer string", lambda: cached(layer="0"), TypeError, "Attention: layer must be an int, got '0'"),
+    ("cache dtype", lambda: cached(HALF), TypeError, "Attention: cache has dtype torch.bfloat16, q torch.float32"),
     ("attention dropout", lambda: nn.Attention(8, 4, dropout=1.5), ValueError, "dropout must be in"),
     ("norm", lambda: nn.RMSNorm(0), ValueError, "dim must be at least 1, got 0"),
     ("norm eps", lambda: nn.RMSNorm(8, NAN), ValueError, "eps must be finite"),

@@ -280,11 +280,20 @@ def test_bad_arguments_are_named(changes, error, message):
         kv_cache_append(**_arguments(**changes))
 
 
-@pytest.mark.parametrize("name", ["k_cache", "k", "v"])
+@pytest.mark.parametrize("name", ["k_cache", "k", "v", "k_scale", "v_scale"])
 def test_a_wanted_gradient_is_refused(name):
-    given = _arguments()
+    given = _arguments(**{scale: torch.ones(1, 1, 1, device=DEVICE) for scale in ("k_scale", "v_scale")})
     given[name].requires_grad_()
     with pytest.raises(ValueError, match=f"{name} requires a gradient"):
         kv_cache_append(**given)
     with torch.no_grad():
         kv_cache_append(**given)
+
+
+def test_one_cache_for_keys_and_values_is_refused():
+    given = _arguments()
+    kv_cache_append(**given)
+    with pytest.raises(ValueError, match="v_cache begins where k_cache does.*give each its own memory"):
+        kv_cache_append(**given | {"v_cache": given["k_cache"]})
+    kv_cache_append(**given | {"k_cache": given["k_cache"][..., :0], "v_cache": given["k_cache"][..., :0],
+                               "k": given["k"][..., :0], "v": given["v"][..., :0]})  # fmt: skip

@@ -108,7 +108,10 @@ def sees_each_pair_once(plan, stages, layout, starts, sight):
             for call in stage.calls[rank]:
                 used[call.k : call.k + call.keys] |= _visible(call).any(0)
             assert used.all() or not stage.transfers
-    packed = {"cu_seqlens_q": torch.tensor(starts), "cu_seqlens_k": torch.tensor(starts)}
+    packed = {
+        "cu_seqlens_q": torch.tensor(starts, dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor(starts, dtype=torch.int32),
+    }
     mask = ops.Mask(window=tuple(-1 if side == FAR else side for side in (sight.left, sight.right)))
     expected = mask.materialize(layout.tokens, layout.tokens, **packed)[0, 0]
     assert torch.equal(seen, expected.long())
@@ -118,7 +121,10 @@ def _visible(call: Call):
     mask = ops.Mask(window=(call.left, call.right))
     packed = {}
     if call.cu_q:
-        packed = {"cu_seqlens_q": torch.tensor(call.cu_q), "cu_seqlens_k": torch.tensor(call.cu_k)}
+        packed = {
+            "cu_seqlens_q": torch.tensor(call.cu_q, dtype=torch.int32),
+            "cu_seqlens_k": torch.tensor(call.cu_k, dtype=torch.int32),
+        }
     found = mask.materialize(call.tokens, call.keys, **packed)[0, 0]
     assert int(found.sum()) == call.pairs
     return found.long()

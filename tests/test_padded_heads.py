@@ -63,3 +63,14 @@ def test_others_are_left_as_they_are(as_on_a_gpu):
     with pytest.raises(NotImplementedError, match="head dim 12"):  # an 8-bit cache is not copied
         scale = torch.ones(1, 2, 8, device=DEVICE)
         ops.attention(q, q.to(torch.float8_e4m3fn), q.to(torch.float8_e4m3fn), k_scale=scale, v_scale=scale)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 8), (2, 0)])
+def test_empty_slices_with_steps_need_no_other_kernel(as_on_a_gpu, batch, tokens):
+    """An empty tensor is contiguous whatever its strides are, also a last one of 2."""
+    q = torch.randn(batch, 2, tokens, 64, device=DEVICE)[..., ::2].requires_grad_()
+    k = torch.randn(batch, 2, 5, 32, device=DEVICE)
+    out, lse = ops.attention(q, k, k)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    out.sum().backward()
+    assert q.grad.shape == q.shape

@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tilesmith.engine import cdiv
-from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.argument_checks import attributed_to, flag, size
+from tilesmith.ops.attn.block_lists import check_lists
 from tilesmith.ops.attn.mask import Blocks, Mask
 
 
+@attributed_to("attention")
 def to_block_mask(
     blocks: Blocks, tokens: int, keys: int, *, heads: int | None = None, causal: bool = False
 ) -> BlockMask:
@@ -20,7 +22,8 @@ def to_block_mask(
     FlexAttention does not know; None: as many as there are lists. Blocks that the diagonal crosses become partial ones,
     the others full ones; the mask_mod says all of it again, for FlexAttention without torch.compile, which looks at
     nothing else. FlexAttention keeps ceil(keys / block_k) numbers for each block of queries, however
-    few are kept: 268 MB a head for a million tokens. The host waits for nothing.
+    few are kept: 268 MB a head for a million tokens. The host waits for nothing. Raises ValueError or TypeError for
+    lists that are not of these lengths, for sizes below 1 and for a number of heads that the lists do not divide.
     """
     for name, value in (("tokens", tokens), ("keys", keys)):
         size("to_block_mask", name, value)
@@ -32,6 +35,12 @@ def to_block_mask(
         raise ValueError(
             f"to_block_mask: blocks has {blocks.offsets.shape[2] - 1} blocks of queries; {tokens} tokens are {rows}"
         )
+    if blocks.offsets_t is not None and blocks.offsets_t.shape[2] != columns + 1:
+        raise ValueError(
+            f"to_block_mask: blocks has {blocks.offsets_t.shape[2] - 1} blocks of keys; {keys} keys are {columns}"
+        )
+    lists = blocks.offsets, blocks.indices, blocks.offsets_t, blocks.indices_t
+    check_lists((tokens, keys), *lists, blocks.block_q, blocks.block_k)
     seen = _table(blocks, rows, columns)
     if heads is not None:
         if size("to_block_mask", "heads", heads) % seen.shape[1]:

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.engine import cdiv
-from tilesmith.engine.argument_checks import size, tensor
+from tilesmith.engine.argument_checks import attributed_to, one_device, readable, size, tensor
+from tilesmith.ops.attn.checks import check_shapes
 from tilesmith.ops.attn.mask import Blocks, Mask, Score
 
 
+@attributed_to("attention")
 def selected_block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int = 128, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -24,9 +26,10 @@ def selected_block_attention(
     The whole blocks before a query's own need no causality: the H / G queries of a token that share them lie one after
     another as one block of queries, whose list they are. The own blocks are a second call with causality, and the two
     results are merged by their lse.
-    Raises ValueError or TypeError, naming the argument, for what does not fit.
+    Raises ValueError or TypeError, naming the argument, for what does not fit; on a CPU also for blocks that are not
+    there or named twice.
     """
-    tokens, keys, shift = _check(q, k, block_indices, block_size)
+    tokens, keys, shift = _check(q, k, v, block_indices, block_size)
     batch, heads, _, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -45,11 +48,13 @@ def selected_block_attention(
     return ops.merge_attention(out, lse, diagonal, its_lse)
 
 
-def _check(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int) -> tuple[int, int, int]:
+def _check(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> tuple[int, int, int]:
     """Tokens, keys, and how many keys come before the first query."""
     of = "selected_block_attention"
-    for name, x in (("q", q), ("k", k), ("block_indices", block_indices)):
+    for name, x in (("q", q), ("k", k), ("v", v), ("block_indices", block_indices)):
         tensor(of, name, x, ("batch", "heads", "tokens", "head dim" if name != "block_indices" else "blocks"))
+    check_shapes(of, q, k, v)
+    one_device(of, "block_indices", block_indices, "q", q)
     size(of, "block_size", block_size)
     if block_indices.is_floating_point() or block_indices.dtype == torch.bool:
         raise TypeError(f"{of}: block_indices must be integers, got {block_indices.dtype}")
@@ -63,7 +68,24 @@ def _check(q: Tensor, k: Tensor, block_indices: Tensor, block_size: int) -> tupl
             f"{of}: k has {keys} tokens and q {tokens}; the difference must be a multiple of block_size, {block_size}, "
             "or q have one token"
         )
+    _check_blocks(of, block_indices, cdiv(keys, block_size))
     return tokens, keys, shift
+
+
+def _check_blocks(of: str, block_indices: Tensor, columns: int) -> None:
+    """ValueError for blocks that are not there or named twice by a token, where `readable`."""
+    if not readable(block_indices):
+        return
+    wrong = block_indices[(block_indices < -1) | (block_indices >= columns)]
+    if wrong.numel():
+        raise ValueError(
+            f"{of}: block_indices holds {int(wrong[0])}; there are {columns} blocks, so it must be 0 to {columns - 1}, "
+            "or -1 for none"
+        )
+    ordered = block_indices.sort(-1).values
+    twice = ordered[..., 1:][(ordered.diff() == 0) & (ordered[..., 1:] >= 0)]
+    if twice.numel():
+        raise ValueError(f"{of}: block_indices names block {int(twice[0])} twice; give each once, and -1 for the rest")
 
 
 def _packed(
@@ -78,7 +100,7 @@ def _packed(
     counts = seen.sum(-1).flatten().cumsum(0)
     ends = torch.nn.functional.pad(counts, (1, 0))
     starts = torch.arange(batch * kv_heads, device=q.device)[:, None] * tokens
-    offsets = ends[starts + torch.arange(tokens + 1, device=q.device)].view(batch, kv_heads, -1).int()
+    offsets = ends[starts + torch.arange(tokens + 1, device=q.device)].view(batch, kv_heads, tokens + 1).int()
     held = ordered < columns
     place = torch.where(held.flatten(), held.flatten().cumsum(0) - 1, batch * kv_heads * tokens * most)
     indices = torch.zeros(batch * kv_heads * tokens * most + 1, dtype=torch.int32, device=q.device)

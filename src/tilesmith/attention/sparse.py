@@ -166,6 +166,8 @@ class DynamicSparseAttention(FlashAttention3):
             scores = self.indexer(x.detach(), rotary, **options)
         elif self.pattern is SparsePattern.DYNAMIC_THRESHOLD:
             scores = estimated_shares(q, k, scale=self.score.scale, **options)
+        elif tokens == 0:
+            return Blocks.of(torch.zeros(1, 1, 0, 0, dtype=torch.bool, device=q.device), block, block), None, None
         else:
             more = {"heads": self.num_kv_heads, "seed": self.seed, "device": q.device}
             return pattern_blocks(self.pattern, tokens, tokens, self.sparsity_ratio, **options, **more), None, None

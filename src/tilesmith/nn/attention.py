@@ -101,6 +101,8 @@ class Attention(nn.Module):
         tensor("Attention", "x", x)
         if x.ndim != 3 or x.shape[2] != self.hidden_size:
             raise ValueError(f"Attention: x must be [batch, tokens, {self.hidden_size}], got {list(x.shape)}")
+        if not isinstance(rotary, RotaryEmbedding):
+            raise TypeError(f"Attention: rotary must be a RotaryEmbedding, got {rotary!r}")
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"Attention: cache must be a KVCache or None, got {type(cache).__name__}")
         if cache is not None and cu_seqlens is not None:
@@ -133,7 +135,13 @@ class Attention(nn.Module):
     def _attend_cached(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: RotaryEmbedding, cache: KVCache, layer: int
     ) -> Tensor:
+        if size("Attention", "layer", layer, 0) >= len(cache.keys):
+            raise ValueError(f"Attention: layer is {layer}; the cache has layers 0 to {len(cache.keys) - 1}")
         keys, values = cache.keys[layer], cache.values[layer]
+        if keys.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):  # before anything is written
+            raise TypeError(
+                f"Attention: cache has dtype {keys.dtype}, q {q.dtype}; make the cache in the layer's dtype"
+            )
         q = ops.kv_cache_append(
             keys, values, k, v, cache.lengths, q, rotary.cos, rotary.sin, interleaved=rotary.interleaved
         )

@@ -16,7 +16,7 @@ def compressed(dense: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.nn.functional.pad(counts, (1, 0))
     rows = torch.arange(dense.shape[2] + 1, device=dense.device)
     starts = torch.arange(dense.shape[0] * dense.shape[1], device=dense.device)[:, None] * dense.shape[2]
-    offsets = ends[starts + rows].view(*dense.shape[:2], -1)
+    offsets = ends[starts + rows].view(*dense.shape[:2], len(rows))
     return offsets.int(), dense.nonzero()[:, 3].int()
 
 
@@ -38,7 +38,7 @@ def check_lists(
 
 def _check_contents(offsets: Tensor, indices: Tensor, columns: int, side: str = "") -> None:
     """Raise ValueError for lists that do not ascend or name blocks that are not there, where the host can read them.
-    side: what the names of the arguments end with."""
+    side: what the names of the arguments end with. A kernel would count a block that a row names twice twice."""
     if not offsets.numel() or not (readable(offsets) and readable(indices)):
         return
     ends, count = offsets.flatten(), indices.numel()
@@ -53,6 +53,15 @@ def _check_contents(offsets: Tensor, indices: Tensor, columns: int, side: str = 
         raise ValueError(
             f"attention: block_indices{side} holds {int(wrong[0])}; there are {columns} blocks, so it must be 0 to "
             f"{columns - 1}; make the lists by Blocks.of"
+        )
+    begins = torch.zeros(len(named) + 1, dtype=torch.bool)
+    begins[ends.long()] = True
+    falls = ((named.diff() <= 0) & ~begins[1:-1]).nonzero()
+    if falls.numel():
+        place = int(falls[0])
+        raise ValueError(
+            f"attention: block_indices{side} must ascend in each row, no block twice, and one holds "
+            f"{int(named[place + 1])} after {int(named[place])}; make the lists by Blocks.of"
         )
 
 
@@ -78,4 +87,5 @@ def transposed(offsets: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, 
     key = torch.where(row < lists * rows, key, lists * columns * rows).sort().values
     starts = torch.arange(lists, device=offsets.device)[:, None] * columns
     starts = (starts + torch.arange(columns + 1, device=offsets.device)) * rows
-    return torch.searchsorted(key, starts).view(*offsets.shape[:2], -1).int(), (key % max(rows, 1)).int()
+    offsets_t = torch.searchsorted(key, starts).view(*offsets.shape[:2], columns + 1)
+    return offsets_t.int(), (key % max(rows, 1)).int()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.ops.attn import cache_reference as reference
+from tilesmith.ops.attn.latent import begin_together
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -60,15 +61,20 @@ def _check(
             raise ValueError(
                 f"kv_cache_append: {name} is on {x.device}, k_cache on {k_cache.device}; move them to one device"
             )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"kv_cache_append: {name} requires a gradient, and writing into a cache has none; "
-                "call it under torch.no_grad() or with detached tensors"
-            )
+    _check_gradients(**tensors, k_scale=k_scale, v_scale=v_scale)
     _check_caches(k_cache, v_cache, k, v)
     _check_places(k_cache, k, lengths, page_table)
     _check_rotation(k, q, cos, sin)
     _check_scales(k_cache, v_cache, k_scale, v_scale)
+
+
+def _check_gradients(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"kv_cache_append: {name} requires a gradient, and writing into a cache has none; "
+                "call it under torch.no_grad() or with detached tensors"
+            )
 
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
@@ -85,6 +91,11 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Non
         raise ValueError(
             f"kv_cache_append: v_cache has shape {tuple(v_cache.shape)}, k_cache {tuple(k_cache.shape)}; "
             "they must be equal"
+        )
+    if begin_together(k_cache, v_cache) and k_cache.numel():
+        raise ValueError(
+            "kv_cache_append: v_cache begins where k_cache does, so values would be written over keys; give each its "
+            "own memory"
         )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if 0 in cache.stride() and any(
@@ -182,5 +193,6 @@ kv_cache_append = Op(
     public=1,
     check=_check,
     mutates=("k_cache", "v_cache"),
+    together=(("k_cache", "v_cache"),),
     kernels={"triton": "tilesmith.ops.attn.triton.cache"},
 )

@@ -65,6 +65,8 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
         if x.dtype not in FLOATS and not small:
             raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
     for name, x, factor in (("q", q, q_scale), ("k", k, k_scale), ("v", v, v_scale)):
+        if factor is None and name == "q" and x.dtype.itemsize == 1:
+            raise TypeError(f"attention: q has dtype {x.dtype}; give q_scale with it, or cast it to the dtype of out")
         if factor is None and (x.dtype.itemsize == 1 or x.dtype != q.dtype):
             raise TypeError(
                 f"attention: {name} has dtype {x.dtype} and q {q.dtype}; give q, k and v one dtype, "

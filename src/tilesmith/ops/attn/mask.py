@@ -3,14 +3,16 @@
 Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads, N packed documents.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import flag, number, size, tensor
+from tilesmith.engine.argument_checks import flag, located, number, one_device, size, tensor
 from tilesmith.ops.attn import block_lists as lists
+from tilesmith.ops.attn import checks, reference
 from tilesmith.ops.attn.visibility import visibility
 
 
@@ -79,7 +81,8 @@ class Mask:
             tensor("Mask", "prefix", self.prefix)
             lowered["prefix_lengths"] = self.prefix
         if self.documents is not None:
-            pair = self.documents if isinstance(self.documents, tuple) else (self.documents, self.documents)
+            several = isinstance(self.documents, tuple | list)
+            pair = self.documents if several else (self.documents, self.documents)
             if len(pair) != 2:
                 raise ValueError(f"Mask: documents must be one tensor or a pair of them, got {len(pair)}")
             for documents in pair:
@@ -91,6 +94,8 @@ class Mask:
             blocks = self.blocks
             if not isinstance(blocks, Blocks):
                 raise TypeError(f"Mask: blocks must be Blocks, got {type(blocks).__name__}")
+            size("Blocks", "block_q", blocks.block_q)
+            size("Blocks", "block_k", blocks.block_k)
             lowered |= {"block_offsets": blocks.offsets, "block_indices": blocks.indices}
             lowered |= {"block_offsets_t": blocks.offsets_t, "block_indices_t": blocks.indices_t}
             lowered |= {"block_q": blocks.block_q, "block_k": blocks.block_k}
@@ -120,17 +125,17 @@ class Mask:
     ) -> Tensor:
         """The mask as a bool tensor [B, H|1, T, S]; `batch` and `heads` must be given where a tensor here has them.
 
-        device: where, if no tensor here says; "cpu" if None. The other arguments are those of `attention`.
+        device: where, if no tensor here says; "cpu" if None. The other arguments are those of `attention`, and so are
+        the errors for what does not fit.
         """
-        lowered = self.lower()
+        lowered = {"kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **self.lower()}
+        given = [x for x in lowered.values() if isinstance(x, Tensor)]
+        device = given[0].device if given else located("Mask.materialize", "device", device or "cpu")
+        if not torch.compiler.is_compiling():
+            _check_mask(batch, heads, tokens, keys, device, lowered)
         for name in ("block_offsets_t", "block_indices_t"):
             lowered.pop(name, None)
-        given = [x for x in (*lowered.values(), kv_lengths, cu_seqlens_q) if isinstance(x, Tensor)]
-        device = given[0].device if given else torch.device(device or "cpu")
-        return visibility(
-            batch, heads, tokens, keys, device, kv_lengths=kv_lengths,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **lowered,
-        )[2]  # fmt: skip
+        return visibility(batch, heads, tokens, keys, device, **lowered)[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +172,18 @@ class Score:
         return lowered
 
     def materialize(self, tokens: int, keys: int, *, device: torch.device | str | None = None) -> Tensor:
-        """What is added to the scaled and capped scores, fp32 [B|1, H|1, T, S]: ALiBi and bias, zeros without them."""
+        """What is added to the scaled and capped scores, fp32 [B|1, H|1, T, S]: ALiBi and bias, zeros without them.
+
+        Raises ValueError or TypeError, naming the argument, for what does not fit.
+        """
+        of = "Score.materialize"
+        for name, value in (("tokens", tokens), ("keys", keys)):
+            size(of, name, value, 0)
+        self.lower()
         given = self.bias if self.alibi is None else self.alibi
-        device = torch.device(device or "cpu") if given is None else given.device
+        device = located(of, "device", device or "cpu") if given is None else given.device
+        if self.alibi is not None and self.alibi.ndim not in (1, 2):
+            raise ValueError(f"{of}: alibi must be [H] or [B, H], got {list(self.alibi.shape)}")
         term = torch.zeros(1, 1, tokens, keys, dtype=torch.float32, device=device)
         if self.alibi is not None:
             query, key = torch.arange(tokens, device=device), torch.arange(keys, device=device)
@@ -177,8 +191,37 @@ class Score:
             slopes = self.alibi if self.alibi.ndim == 2 else self.alibi.unsqueeze(0)
             term = term - slopes.float()[:, :, None, None] * distance
         if self.bias is not None:
-            term = term + _four_dims("Score", "bias", self.bias).float()
+            bias = _four_dims("Score", "bias", self.bias)
+            one_device(of, "bias", bias, "alibi", term)
+            batch, heads = (n if n > 1 else m for n, m in zip(term.shape[:2], bias.shape[:2]))
+            if bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, (batch, heads, tokens, keys))):
+                wanted = [batch, heads, tokens, keys]
+                raise ValueError(f"{of}: bias must be {wanted}, where any dim may be 1, got {list(self.bias.shape)}")
+            term = term + bias.float()
         return term
+
+
+def _check_mask(batch: int, heads: int, tokens: int, keys: int, device: torch.device, lowered: dict[str, Any]) -> None:
+    """Raise what `attention` does where a mask does not fit queries and keys of these sizes."""
+    of = "Mask.materialize"
+    for name, value in (("tokens", tokens), ("keys", keys), ("batch", batch), ("heads", heads)):
+        size(of, name, value, 0)
+    for name, x in lowered.items():
+        if x is not None and not isinstance(x, int):
+            tensor(of, name, x)
+    offsets = lowered.get("block_offsets")
+    lists_of = offsets.shape[1] if offsets is not None and offsets.ndim == 3 else 1
+    q = torch.empty(1, device=device).expand(batch, heads, tokens, 1)
+    k = torch.empty(1, device=device).expand(batch, lists_of if lists_of and heads % lists_of == 0 else 1, keys, 1)
+    call = inspect.signature(reference.attention).bind(q, k, k, **lowered)
+    call.apply_defaults()
+    try:
+        checks.check_attention(*call.args)
+        reference.check_lengths(q, k, lowered["cu_seqlens_q"], lowered["cu_seqlens_k"], 0, 0)
+        named = ("block_offsets", "block_indices", "block_offsets_t", "block_indices_t", "block_q", "block_k")
+        lists.check_lists((tokens, keys), *(call.arguments[name] for name in named))
+    except (TypeError, ValueError) as problem:
+        raise type(problem)(str(problem).replace("attention:", f"{of}:", 1)) from problem
 
 
 def _four_dims(of: str, name: str, x: Tensor) -> Tensor:

@@ -259,14 +259,16 @@ def _between_kernels(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> 
     q and k add nothing to scores, and those of v make columns of out that are cut off."""
     try:
         dims = q.shape[3], v.shape[3]
-    except (AttributeError, IndexError):  # for the op's check
+    except (AttributeError, IndexError, RuntimeError):  # for the op's check; some nested tensors have no shape
         return False
     if not any(dim % 8 or dim < 16 for dim in dims):  # the usual case, on the way of every call
         return False
     if any(given[name] is not None for name in ("page_table", "q_scale", "k_scale", "v_scale")):
         return False
     for x in (q, k, v):
-        if not isinstance(x, Tensor) or x.ndim != 4 or x.dtype not in PADDED or not 0 < x.shape[3] <= 512:
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 4 or x.dtype not in PADDED:
+            return False
+        if not 0 < x.shape[3] <= 512:
             return False
     if q.shape[3] != k.shape[3]:
         return False
@@ -315,4 +317,5 @@ def with_unit_stride(x: Tensor) -> Tensor:
         return x
     if x.dtype.itemsize == 1 and x.ndim == 4 and x.stride(2) == 1:
         return x
-    return x.contiguous()
+    # an empty tensor counts as contiguous whatever its strides are
+    return x.contiguous() if x.numel() else x.clone(memory_format=torch.contiguous_format)

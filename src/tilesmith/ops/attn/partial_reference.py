@@ -36,6 +36,6 @@ def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Ten
     Returns lse [...], contiguous; computed in fp32. Raises ValueError or TypeError for shapes, dtypes and devices that
     do not fit, for memory that out_a shares with itself, and for tensors that require a gradient.
     """
-    out, lse = reference.merge_attention(out_a, lse_a, out_b.to(out_a.dtype), lse_b)
+    out, lse = reference.merge_attention(out_a, lse_a, out_b, lse_b)
     out_a.copy_(out)
     return lse

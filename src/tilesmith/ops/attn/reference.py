@@ -58,7 +58,8 @@ def attention(
       q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]: fp64, fp32, fp16 or bf16, one dtype, last stride 1, else any
         strides; query head h reads kv head h // (H // G). q, k and v may be float8 or int8 where they have a scale.
       page_table [B, pages] int32: k and v are then [num_pages, G, page_size, D | Dv] and S = pages * page_size; pages
-        that hold no valid key are not read, whatever their entries are.
+        that hold no valid key are not read, whatever their entries are. On a CPU an entry that is no page, for keys
+        that a query sees, raises ValueError.
       q_scale, k_scale, v_scale fp32, positive: factors of q, k and v, shaped like the tensor without its last dim,
         where any dim may be 1; or, without pages, with one factor for each block of 128 tokens. They and alibi receive
         no gradient; one that requires it is refused.
@@ -109,6 +110,8 @@ def attention(
         *shape, q.device, mask, cu_seqlens_q, cu_seqlens_k, kv_lengths, prefix_lengths, q_documents, k_documents,
         block_offsets, block_indices, page_table, causal, window_left, window_right, block_q, block_k,
     )  # fmt: skip
+    if page_table is not None:
+        _check_pages(page_table, k, visible)
     values.hide(visible)
     slopes = _slopes(alibi, cu_seqlens_q, shape[2])
     scores, _ = _scores(values, bias, slopes, position_q, position_k, visible, scale, softcap)
@@ -314,6 +317,22 @@ def key_count(batch: int, k: Tensor, page_table: Tensor | None) -> int:
         return k.shape[2]
     documents, pages = page_table.shape
     return (pages if documents == batch else documents * pages) * k.shape[2]
+
+
+def _check_pages(page_table: Tensor, k: Tensor, visible: Tensor) -> None:
+    """Raise ValueError for entries that are no page of k, of keys that a query sees; where `readable`."""
+    if not (readable(page_table) and readable(visible)):
+        return
+    pages, _, size, _ = k.shape
+    seen = visible.any(1).any(1).reshape(*page_table.shape, size).any(-1)
+    wrong = (seen & ((page_table < 0) | (page_table >= pages))).nonzero()
+    if wrong.numel():
+        row, place = wrong[0].tolist()
+        raise ValueError(
+            f"attention: page_table holds {int(page_table[row, place])} for slots {place * size} to "
+            f"{(place + 1) * size - 1} of row {row}; the cache has pages 0 to {pages - 1}: give each slot that is used "
+            "one of them"
+        )
 
 
 class _Values:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.attn import runs_reference as reference
 from tilesmith.ops.attn.runs_reference import each_run
 
@@ -41,8 +42,7 @@ def _check_add(
     tensors = {"a": a, "b": b, "more_a": more_a, "more_b": more_b, "into_a": into_a, "into_b": into_b}
     _check_tensors("add_runs", tensors)
     for name, x in tensors.items():
-        if not x.is_floating_point():
-            raise TypeError(f"add_runs: {name} has dtype {x.dtype}; it must be a floating dtype")
+        floating("add_runs", name, x)
     for x in ("a", "b"):
         _check_alike("add_runs", tensors, x, f"more_{x}", tokens=False)
         _check_alike("add_runs", tensors, x, f"into_{x}", tokens=True)

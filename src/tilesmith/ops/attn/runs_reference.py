@@ -25,7 +25,7 @@ def add_runs(
     """Add runs of tokens to two sums, such as gradients of keys and of values, and round what comes of it.
 
     a, b [B, H, T, D]: the sums, which are not written; D may differ, also be 0 where there is one sum alone. more_a,
-    more_b [B, H, N, D]: what is added. into_a, into_b [B, H, T, D]: the sums with it. All of any floating dtypes.
+    more_b [B, H, N, D]: what is added. into_a, into_b [B, H, T, D]: the sums with it. Each fp64, fp32, fp16 or bf16.
     runs: (first token of more, first token of the sum, tokens) of each, one after another; runs that share tokens of
     the sum are added in their order, each addition rounded to the sum's dtype. Raises ValueError or TypeError for what
     does not fit, and for tensors that require a gradient.
