@@ -3,7 +3,7 @@
 A warp takes a tile at a time: 16 outputs by 64 inputs are four products of 16 x 8 x 16. Its codes are operands as they
 are unpacked: a field is the mantissa of a 16-bit number, a shift and one logic operation for two of them. So a product
 is of x and the codes plus a constant, which is subtracted, with the zeros, times the sum of x, itself a product with
-ones. Scales are multiplied in fp32, once for 64 inputs. What limits this is memory.
+ones. Scales are multiplied in fp32, once for 64 inputs.
 """
 
 import torch
@@ -28,8 +28,7 @@ from tilesmith.ops.quant.hopper.packed import (
 from tilesmith.ops.quant.packed_reference import row_count
 
 MOST_ROWS = 32
-"""Rows of x that this kernel serves. Each strip of outputs reads all of x from the L2 cache: with more rows that takes
-longer than to write the weight in 16 bits and read it once."""
+"""Rows of x that this kernel serves: the sums of 64 and their x would take more registers than a thread has here."""
 REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
 AHEAD_OF = {8: WAVE, 16: 1, 32: 1}  # tiles by the rows of a product: x takes the registers
 
