@@ -7,10 +7,14 @@ from torch import Tensor
 
 from tilesmith.device.gluon.shim import gl, gluon
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, rehearsed
+from tilesmith.ops.quant import packed_reference as reference
 from tilesmith.ops.quant.packed_reference import GROUP, OUTPUTS
 
 WARPS = 12  # of a multiprocessor that keep memory busy
+REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
 WAVE = 2  # tiles of a warp whose loads are begun together
+
+WIDTHS = gl.constexpr(reference.WIDTHS)
 
 
 @gluon.jit
@@ -65,7 +69,6 @@ def strip_tables(codes_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, strip, n
 @gluon.jit
 def tables_of(tables, ends, i: gl.constexpr):
     """`strip_tables` from the first tile of the i-th width on, and how many there are."""
-    WIDTHS: gl.constexpr = (2, 3, 4, 6, 8)
     codes_ptr, scale_ptr, zero_ptr, order_ptr = tables
     for j in gl.static_range(i):
         codes_ptr += 32 * WIDTHS[j] * (ends[j + 1] - ends[j])
@@ -93,13 +96,21 @@ def within(words, bits, PLANE: gl.constexpr, AT: gl.constexpr):
 
 
 @gluon.jit
+def codes_of(low, high, STEP: gl.constexpr, LOWEST: gl.constexpr, MORE: gl.constexpr, BITS: gl.constexpr):
+    """The codes that product STEP of a tile takes, two of each word, with BITS around them. high: the second plane, of
+    MORE bits; not read where there is none."""
+    code = fields(low, STEP, LOWEST)
+    around = gl.full_like(code, BITS)
+    if MORE > 0:
+        # the same threads have them, in registers of another order
+        around = within(gl.convert_layout(fields(high, STEP, MORE), code.type.layout), around, MORE, LOWEST)
+    return within(code, around, LOWEST, 0)
+
+
+@gluon.jit
 def _columns(low, high, STEP: gl.constexpr, LOWEST: gl.constexpr, MORE: gl.constexpr):
     """Codes as fp32 [W, 16, 8, 2]."""
-    code = fields(low, STEP, LOWEST)
-    code = within(code, gl.zeros_like(code), LOWEST, 0)
-    if MORE > 0:
-        more = gl.convert_layout(fields(high, STEP, MORE), code.type.layout)
-        code = within(more, code, MORE, LOWEST)
+    code = codes_of(low, high, STEP, LOWEST, MORE, 0)
     both = gl.join(code & 0xFFFF, code >> 16) | 0x4B000000  # 2^23 and the code
     return both.to(gl.float32, bitcast=True) - 8388608.0
 
@@ -162,7 +173,6 @@ def packed_weight_kernel(
 ):
     """The weight of a strip; a warp takes every so many of its tiles."""
     W: gl.constexpr = gl.num_warps()
-    WIDTHS: gl.constexpr = (2, 3, 4, 6, 8)
     # the rows of a tile as the threads have them that load its words
     ROWS: gl.constexpr = gl.SliceLayout(2, gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8]))
     strip = gl.program_id(0)
@@ -221,6 +231,6 @@ def unpacked(codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.
     if weight.numel():
         launch(
             packed_weight_kernel, (count,), *(t.contiguous() for t in (codes, *tables)), weight, rows, groups,
-            AHEAD=WAVE, num_warps=config.num_warps, maxnreg=128,
+            AHEAD=WAVE, num_warps=config.num_warps, maxnreg=REGISTERS,
         )  # fmt: skip
     return weight

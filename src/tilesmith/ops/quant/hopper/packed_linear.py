@@ -14,22 +14,22 @@ from tilesmith.device.gluon.shim import gl, gluon, mma_sync
 from tilesmith.device.rows import rows as as_rows
 from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.quant.hopper.packed import (
+    REGISTERS,
     WAVE,
+    WIDTHS,
     StripConfig,
-    fields,
+    codes_of,
     load_tiles,
     scale_refused,
     strip_tables,
     tables_of,
     unpacked,
     warps_of_strip,
-    within,
 )
 from tilesmith.ops.quant.packed_reference import row_count
 
 MOST_ROWS = 32
 """Rows of x that this kernel serves: the sums of 64 and their x would take more registers than a thread has here."""
-REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
 AHEAD_OF = {8: WAVE, 16: 1, 32: 1}  # tiles by the rows of a product: x takes the registers
 
 
@@ -79,6 +79,7 @@ def _multiply(
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     MORE: gl.constexpr = WIDTH - LOWEST
+    BESIDE: gl.constexpr = 0 if WIDTH == 8 else MORE  # bits of the second plane in one number with those of the first
     # with these bits above it a field of 7 bits (fp16: 10) is ONE plus its value, or 16 times that
     ONE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
     MAGIC: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
@@ -92,18 +93,16 @@ def _multiply(
     for ahead in gl.static_range(AHEAD):
         part = gl.zeros([W, 16, N], gl.float32, SUMS)
         total = gl.zeros([W, 16, N], gl.float32, SUMS)
+        if MORE > 0:
+            second = high[ahead]
+        else:
+            second = low[ahead]
         for step in gl.static_range(4):
             x = _inputs(inputs[ahead][step], dtype, B)
-            code = fields(low[ahead], step, LOWEST)
-            magic = gl.full_like(code, MAGIC)
-            if MORE > 0 and WIDTH < 8:
-                # the same threads have them, in registers of another order
-                more = gl.convert_layout(fields(high[ahead], step, MORE), code.type.layout)
-                magic = within(more, magic, MORE, LOWEST)
-            part = mma_sync(_operand(within(code, magic, LOWEST, 0), dtype, A), x, part)
+            code = codes_of(low[ahead], second, step, LOWEST, BESIDE, MAGIC)
+            part = mma_sync(_operand(code, dtype, A), x, part)
             if WIDTH == 8:
-                code = fields(high[ahead], step, MORE)
-                code = within(code, gl.full_like(code, MAGIC_16), MORE, 0)
+                code = codes_of(second, second, step, MORE, 0, MAGIC_16)
                 part = mma_sync(_operand(code, dtype, A), x, part)
             total = mma_sync(ones, x, total)
         scale = scales[ahead].to(gl.float32)
@@ -148,7 +147,6 @@ def packed_rows_kernel(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     strip = gl.program_id(0)
     whole, ends = strip_tables(codes_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, strip, num_groups)
-    WIDTHS: gl.constexpr = (2, 3, 4, 6, 8)
     acc = gl.zeros([W, 16, N], gl.float32, SUMS)
     for i in gl.static_range(5):
         tables, count = tables_of(whole, ends, i)

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.device.rows import rows as as_rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.packed_reference import GROUP, OUTPUTS
 
@@ -209,9 +208,3 @@ def unpacked(codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.
             groups, BLOCK_TILES=block, num_warps=config.num_warps,
         )  # fmt: skip
     return weight
-
-
-def through_weight(x: Tensor, codes: Tensor, tables: tuple[Tensor, ...], rows: int) -> Tensor:
-    """x times the dequantised weight, by the device's library. tables: see `unpacked`."""
-    weight = unpacked(codes, tables, rows, x.dtype, PackedConfig(4, 4))
-    return torch.mm(as_rows(x), weight.t()).view(*x.shape[:-1], rows)

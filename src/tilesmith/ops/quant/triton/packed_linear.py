@@ -14,7 +14,7 @@ from torch import Tensor
 from tilesmith.device.rows import rows as as_rows
 from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.packed_reference import row_count
-from tilesmith.ops.quant.triton.packed import field_column, through_weight, word_place
+from tilesmith.ops.quant.triton.packed import PackedConfig, field_column, unpacked, word_place
 
 MOST_ROWS = 64  # beyond, the weight is dequantised once and the product is the device library's
 MAGIC = tl.constexpr(0x4B000000)  # fp32 2^23: its low 20 bits hold fields as integers
@@ -247,7 +247,8 @@ def dequant_linear(
     tokens, (count, groups) = row_count(x), order.shape
     tables = scale, zero, order, strips
     if tokens > MOST_ROWS:
-        return through_weight(x, codes, tables, rows)
+        weight = unpacked(codes, tables, rows, x.dtype, PackedConfig(4, 4))
+        return torch.mm(as_rows(x), weight.t()).view(*x.shape[:-1], rows)
     y, flat = x.new_empty((*x.shape[:-1], rows)), as_rows(x)
     if not y.numel():
         return y
