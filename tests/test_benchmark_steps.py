@@ -61,9 +61,10 @@ def test_whisper_has_the_sizes_of_the_medium_model(model_steps):
 
 
 def test_losses_that_are_not_the_first(model_steps):
-    def strays(**losses):
+    def strays(in_bf16=False, **losses):
         return model_steps.strays({
-            name.replace("_", "-"): {"loss": first, "warm_loss": warm} for name, (first, warm) in losses.items()
+            name.replace("_", "-"): {"loss": first, "warm_loss": warm, "loss_in_bf16": in_bf16}
+            for name, (first, warm) in losses.items()
         })  # fmt: skip
 
     assert strays(fp8=(10.1, 10.1), eager=(10.0, 10.0), optimize=(10.04, 10.04)) == []
@@ -72,6 +73,8 @@ def test_losses_that_are_not_the_first(model_steps):
     assert strays(eager=(10.0, 10.0), fp8=(10.19, 10.19), fp8_rowwise=(10.21, 10.0)) == ["fp8-rowwise"]
     assert strays(eager=(10.0, 10.0), fp8=(10.0, math.nan)) == ["fp8"]
     assert strays(fp8=(10.1, 10.1), eager=(10.0, 10.0), compile=(10.1, 10.1)) == ["compile"]
+    assert strays(in_bf16=True, eager=(10.5, 10.5), compile=(10.5, 10.5625)) == []
+    assert strays(in_bf16=True, eager=(10.5, 10.5), compile=(10.5, 10.625)) == ["compile"]
 
 
 @pytest.mark.parametrize("family", ["llama-1.5b", "gemma3-4b"])

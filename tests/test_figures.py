@@ -154,11 +154,19 @@ def _small_tiles() -> tuple[float, float]:
     return row["us"]["4 in 64 rows"], row["us"]["1"]
 
 
-def _worst_forward() -> tuple[float, float]:
-    name = "Gemma-4-E4B 1 x 840, window 512"
-    rows = [row for row in _at("sm90/attention-zoo", "rows") if row["case"] == name and row["pass"] == "forward"]
-    times = {row["provider"]: row["us"] for row in rows if "us" in row}
-    return times["tilesmith"], min(us for provider, us in times.items() if provider != "tilesmith")
+def _steps(family: str, ours: str, *others: str) -> float:
+    """How many times as fast a training step is as the fastest of the others."""
+    rows = _at("sm90/model-steps", "rows", family)
+    return min(rows[other]["ms"] for other in others) / rows[ours]["ms"]
+
+
+def _with_graphs() -> list[float]:
+    others = "eager", "compile", "eager (beside graphs)"
+    return [_steps(family, "graphs", *others) for family in ("bert-large", "vit-large", "whisper-medium")]
+
+
+def _vit() -> list[float]:
+    return [_at("sm90/model-steps", "rows", "vit-large", "optimize", field) for field in ("device_ms", "ms")]
 
 
 BENCH, GUIDES = "benchmarks/README.md", "docs/guides"
@@ -180,8 +188,17 @@ SAID = [
     ),
     Said(BENCH, "forward {:.2f} in the geometric mean and {:.2f} at least", lambda: _zoo("attention-zoo", "forward")),
     Said(BENCH, "backward {:.2f} and {:.2f}.", lambda: _zoo("attention-zoo", "backward")),
-    Said(BENCH, "That worst forward took {:.1f} µs beside {:.1f}", _worst_forward),
-    Said(BENCH, "since then it takes {:.1f} (", lambda: _small_tiles()[:1]),
+    Said(
+        "README.md",
+        "gpt-oss {:.1f} times as fast as the better of plain PyTorch and torch.compile, Qwen3-30B-A3B {:.1f}, "
+        "DeepSeek-V3's form {:.1f}, Gemma 3 {:.1f},",
+        lambda: [
+            _steps(family, "optimize", "eager", "compile")
+            for family in ("gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "gemma3-4b")
+        ],
+    ),
+    Said("README.md", "`graphs=True` {:.1f} to {:.1f}.", lambda: [min(_with_graphs()), max(_with_graphs())]),
+    Said("docs/models.md", "takes the device {:.1f} ms and the host {:.1f}, more than the plain model", _vit),
     Said(BENCH, "26 calls): {:.2f} and {:.2f};", lambda: _zoo("attention-decode-zoo", "forward")),
     Said(BENCH, "13 calls) {:.2f} and {:.2f}.", lambda: _zoo("attention-decode-zoo-seed-554109", "forward")),
     *(
@@ -367,7 +384,7 @@ def test_no_figure_stands_without_a_row(page):
     assert not found, f"{page}: add where they were measured to SAID, or why they are none to NOT_MEASURED: {found}"
 
 
-@pytest.mark.parametrize("page", ["README.md", BENCH])
+@pytest.mark.parametrize("page", ["README.md", BENCH, "docs/models.md"])
 def test_tables_are_filled_from_the_results(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert tables.fill(text, RESULTS) == text, f"tilesmith bench --readme {page}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tilesmith.bench import steps_table
 from tilesmith.bench.document import OURS, load, runs
 
 MARKED = re.compile(
@@ -42,9 +43,19 @@ def fill(text: str, results: Path) -> str:
         path = results / f"{match['what']}.json"
         if not path.is_file():
             raise FileNotFoundError(f"marker bench:{match['what']} needs {path}, which does not exist")
-        return f"{match['head']}{markdown(_only(load(path), match['cases'].split()))}{match['end']}"
+        document, cases = load(path), match["cases"].split()
+        made = (
+            _steps(document, cases) if document["subject"] == steps_table.SUBJECT else markdown(_only(document, cases))
+        )
+        return f"{match['head']}{made}{match['end']}"
 
     return MARKED.sub(table, text)
+
+
+def _steps(document: Mapping[str, Any], families: Sequence[str]) -> str:
+    """The table of these families' training steps."""
+    table = grid(steps_table.COLUMNS, steps_table.lines(document["rows"], families))
+    return f"{table}\n\n{steps_table.provenance(document)}\n"
 
 
 def _only(document: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:

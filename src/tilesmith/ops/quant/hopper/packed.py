@@ -12,7 +12,7 @@ from tilesmith.ops.quant.packed_reference import GROUP, OUTPUTS
 
 WARPS = 12  # of a multiprocessor that keep memory busy
 REGISTERS = 128  # of a thread, so that a multiprocessor holds 16 warps
-WAVE = 2  # tiles of a warp whose loads are begun together
+WAVE = 3  # tiles of a warp that are under way
 
 WIDTHS = gl.constexpr(reference.WIDTHS)
 
@@ -190,7 +190,7 @@ class StripConfig(NamedTuple):
 
 def warps_of_strip(dims: dict[str, int], arch: Any, dtype: Any) -> StripConfig:
     """As many warps as a multiprocessor needs for the loads that are under way, where a strip has tiles for them."""
-    able = [n for n in (4, 8, 16) if n == 4 or dims["groups"] >= 2 * n * WAVE]
+    able = [n for n in (4, 8, 16) if n == 4 or dims["groups"] >= n * WAVE]
     return StripConfig(next((n for n in able if dims["strips"] * n >= WARPS * arch.sms), able[-1]))
 
 
@@ -231,6 +231,6 @@ def unpacked(codes: Tensor, tables: tuple[Tensor, ...], rows: int, dtype: torch.
     if weight.numel():
         launch(
             packed_weight_kernel, (count,), *(t.contiguous() for t in (codes, *tables)), weight, rows, groups,
-            AHEAD=WAVE, num_warps=config.num_warps, maxnreg=REGISTERS,
+            AHEAD=WAVE - 1, num_warps=config.num_warps, maxnreg=REGISTERS,
         )  # fmt: skip
     return weight

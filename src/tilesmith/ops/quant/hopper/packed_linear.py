@@ -30,7 +30,7 @@ from tilesmith.ops.quant.packed_reference import row_count
 
 MOST_ROWS = 32
 """Rows of x that this kernel serves: the sums of 64 and their x would take more registers than a thread has here."""
-AHEAD_OF = {8: WAVE, 16: 1, 32: 1}  # tiles by the rows of a product: x takes the registers
+AHEAD_OF = {8: WAVE, 16: WAVE - 1, 32: 1}  # tiles by the rows of a product: x takes the registers
 
 
 @gluon.jit
@@ -68,10 +68,16 @@ def _load_inputs(x_ptr, x_row, group, num_tokens, N: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    acc, tiles, x_ptr, x_row, num_tokens, WIDTH: gl.constexpr, LOWEST: gl.constexpr, AHEAD: gl.constexpr,
-    dtype: gl.constexpr,
-):  # fmt: skip
+def _load_inputs_of(x_ptr, x_row, groups, num_tokens, N: gl.constexpr, AHEAD: gl.constexpr):
+    """What the AHEAD tiles of each warp are multiplied with."""
+    found = ()
+    for ahead in gl.static_range(AHEAD):
+        found += (_load_inputs(x_ptr, x_row, groups[ahead], num_tokens, N),)
+    return found
+
+
+@gluon.jit
+def _multiply(acc, tiles, inputs, WIDTH: gl.constexpr, LOWEST: gl.constexpr, AHEAD: gl.constexpr, dtype: gl.constexpr):
     """acc [W, 16, N] + x times the AHEAD tiles of each warp that `load_tiles` loaded."""
     W: gl.constexpr = gl.num_warps()
     N: gl.constexpr = acc.shape[2]
@@ -86,10 +92,7 @@ def _multiply(
     MAGIC_16: gl.constexpr = 0x45004500 if dtype == gl.bfloat16 else 0x74007400
     OFFSET: gl.constexpr = ONE * 17 if WIDTH == 8 else ONE
     ones = gl.full([W, 16, 16], 1.0, dtype, A)
-    low, high, scales, zeros, groups = tiles
-    inputs = ()
-    for ahead in gl.static_range(AHEAD):
-        inputs += (_load_inputs(x_ptr, x_row, groups[ahead], num_tokens, N),)
+    low, high, scales, zeros, _ = tiles
     for ahead in gl.static_range(AHEAD):
         part = gl.zeros([W, 16, N], gl.float32, SUMS)
         total = gl.zeros([W, 16, N], gl.float32, SUMS)
@@ -116,22 +119,19 @@ def _width(
     acc, x_ptr, x_row, num_tokens, tables, count,
     WIDTH: gl.constexpr, AHEAD: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """acc [W, 16, N] + x times the tiles of a strip that have this width (`tables_of`).
-
-    While some tiles are multiplied, the next are loaded. Two turns are written out: in one, what is loaded would be
-    copied at its end to where the next turn has it, which waits for the loads.
-    """
+    """acc [W, 16, N] + x times the tiles of a strip that have this width (`tables_of`). While AHEAD tiles of a warp are
+    multiplied, the next are loaded."""
     ROWS: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
     LOWEST: gl.constexpr = 4 if WIDTH >= 4 else 2  # bits of the first plane
     TURN: gl.constexpr = gl.num_warps() * AHEAD
     slot = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, ROWS))
     lane = gl.arange(0, 16, gl.SliceLayout(0, ROWS))
-    near = load_tiles(tables, slot, lane, count, WIDTH, LOWEST, AHEAD)
-    for first in range(0, count, 2 * TURN):
-        far = load_tiles(tables, first + TURN + slot, lane, count, WIDTH, LOWEST, AHEAD)
-        acc = _multiply(acc, near, x_ptr, x_row, num_tokens, WIDTH, LOWEST, AHEAD, dtype)
-        near = load_tiles(tables, first + 2 * TURN + slot, lane, count, WIDTH, LOWEST, AHEAD)
-        acc = _multiply(acc, far, x_ptr, x_row, num_tokens, WIDTH, LOWEST, AHEAD, dtype)
+    tiles = load_tiles(tables, slot, lane, count, WIDTH, LOWEST, AHEAD)
+    for first in range(0, count, TURN):
+        inputs = _load_inputs_of(x_ptr, x_row, tiles[4], num_tokens, acc.shape[2], AHEAD)
+        following = load_tiles(tables, first + TURN + slot, lane, count, WIDTH, LOWEST, AHEAD)
+        acc = _multiply(acc, tiles, inputs, WIDTH, LOWEST, AHEAD, dtype)
+        tiles = following
     return acc
 
 
