@@ -170,9 +170,9 @@ def copied(into, x):
     current().do(lambda: into.copy_(x))
 
 
-def packed(sent, mine, runs, pack=peer_memory._pack):
-    """`peer_memory._pack` on the current stream."""
-    current().do(lambda: pack(sent, mine, runs))
+def packed(sent, heads, into, runs, copy=peer_memory.copy_runs):
+    """`peer_memory.copy_runs` on the current stream."""
+    current().do(lambda: copy(sent, heads, into, runs))
 
 
 def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "host", gpu=None):
@@ -187,7 +187,7 @@ def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "
         monkeypatch.setattr(peer_memory, "driver", lambda: world)
         monkeypatch.setattr(peer_memory, "_identity", identity)
         monkeypatch.setattr(peer_memory, "_copy", copied)
-        monkeypatch.setattr(peer_memory, "_pack", packed)
+        monkeypatch.setattr(peer_memory, "copy_runs", packed)
     ask = {"get_rank": lambda group: group.rank, "get_world_size": lambda group: size}
     monkeypatch.setattr(peer_memory, "dist", types.SimpleNamespace(**ask))
     found = [None] * size

@@ -12,7 +12,7 @@ from tilesmith import ops
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
-from tilesmith.distributed.peer_memory import _Exchange, _pack, kinds_of
+from tilesmith.distributed.peer_memory import _Exchange, copy_runs, kinds_of
 from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
@@ -298,11 +298,13 @@ def test_places_in_shared_memory(starts, mask, degree):
             each = [exchange.placed(slot, view) for exchange in exchanges]
             assert each[0] is exchanges[0].placed(slot, view)
             for r in range(size):
-                if exchanges[r].readers:
-                    _pack(sent[r], each[r].mine, exchanges[r].runs)
+                apart = any(move.heads is not None for move in moves)
+                assert len(each[r].mine) == (len(exchanges[r].readers) if apart else bool(exchanges[r].readers))
+                for share, memory in each[r].mine:
+                    copy_runs(sent[r], share.heads, memory, share.runs)
                     low, high = exchanges[r].span
-                    unread = high - low - sum(exchanges[r].runs[2::3])  # what lies between runs is not copied
-                    assert all(mine[0, 0, :, 0].isnan().sum() == unread for mine in each[r].mine)
+                    unread = high - low - sum(share.runs[2::3])  # what lies between runs is not copied
+                    assert all(mine[0, 0, :, 0].isnan().sum() == unread for mine in memory)
                     gaps.add(unread > 0)
             for r in range(size):
                 for _, runs in each[r].reads:

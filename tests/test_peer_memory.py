@@ -455,15 +455,15 @@ class _Ring(ProcessGroupRing):
         synchronize()
 
 
-def _shards(tokens=32):
-    """The layout, and q, k and v of each of two ranks."""
-    layout, generator = Layout.zigzag(tokens, 2), torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, 2, tokens, 4, generator=generator) for _ in range(3)]
+def _shards(heads=(2, 2)):
+    """The layout, and q, k and v of each of two ranks; heads: of q, and of k and v."""
+    layout, generator = Layout.zigzag(32, 2), torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, h, 32, 4, generator=generator) for h in (*heads, heads[1])]
     return layout, [[layout.shard(x, r, 2).requires_grad_() for r in range(2)] for x in whole]
 
 
-def _call(rank, ring, mode):
-    layout, shards = _shards()
+def _call(rank, ring, mode, heads=(2, 2)):
+    layout, shards = _shards(heads)
     mine = [x[rank] for x in shards]
     out, _ = context_parallel_attention(*mine, ring, ops.Mask(causal=True), mode=mode, layout=layout)
     return mine, out
@@ -472,19 +472,20 @@ def _call(rank, ring, mode):
 MODES = ("allgather", "ring", "ulysses")
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (2, 1)])
 @pytest.mark.parametrize("mode", MODES)
-def test_calls_through_memory_have_the_values_of_one_process(ranks, monkeypatch, mode):
+def test_calls_through_memory_have_the_values_of_one_process(ranks, monkeypatch, mode, heads):
     """And copy what others read in one go: k and v in each pass, while gradients are where they travel from."""
     packs = []
 
     def work(rank, memory, gather):
-        mine, out = _call(rank, _Ring(rank, memory, gather, timeout=TIMEOUT), mode)
+        mine, out = _call(rank, _Ring(rank, memory, gather, timeout=TIMEOUT), mode, heads)
         return out.detach(), torch.autograd.grad(out.square().sum(), mine)
 
     monkeypatch.setattr(peer_ranks, "packed", lambda *given, pack=packed: packs.append(given) or pack(*given))
     found = ranks(2, work)
     assert mode == "ulysses" or len(packs) == 4
-    layout, shards = _shards()
+    layout, shards = _shards(heads)
     outs, _ = context_parallel_attention(*shards, LocalRing(2), ops.Mask(causal=True), mode=mode, layout=layout)
     gradients = torch.autograd.grad(sum(x.square().sum() for x in outs), [x for each in shards for x in each])
     for r, (out, some) in enumerate(found):
@@ -518,11 +519,11 @@ def test_a_call_whose_peer_dies_in_its_forward(ranks, mode):
 
 
 def test_a_call_whose_peer_dies_between_two_exchanges(ranks):
-    """Heads of q and of k travel one after the other; an error says in which of them."""
+    """Heads of q and of fewer k travel one after the other; an error says in which of them."""
 
     def work(rank, memory, gather):
         with pytest.raises((RingError, InterruptedError)) as raised:
-            _call(rank, _Ring(rank, memory, gather, dies=1 if rank else -1), "ulysses")
+            _call(rank, _Ring(rank, memory, gather, dies=1 if rank else -1), "ulysses", (4, 2))
         return str(raised.value)
 
     said = ranks(2, work)[0]

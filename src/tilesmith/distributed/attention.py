@@ -138,10 +138,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Work, sinks: Tensor | None, *flat: Tensor) -> tuple[Tensor, ...]:
         shards = dict(zip(work.ring.ranks, _by(3, flat)))
-        found = forward(work, shards)  # autograd is off in here
+        found, kept = forward(work, shards)  # autograd is off in here
         results = [x for r in work.ring.ranks for x in found[r]]
         ctx.work, ctx.sinks = work, None if sinks is None else (sinks.dtype, sinks.device)
-        ctx.save_for_backward(*flat, *results)
+        # lse beside what is kept: results are what gradients of gradients pass through, and out may be large
+        ctx.save_for_backward(*(x for r in work.ring.ranks for x in (*kept[r], found[r][1])))
         ctx.set_materialize_grads(False)
         return tuple(results)
 
@@ -161,18 +162,18 @@ def _gradients(
 ) -> list[Tensor | None]:  # fmt: skip
     """Those of sinks, and of q, k and v of each rank of this process."""
     ranks = work.ring.ranks
-    shards = dict(zip(ranks, _by(3, saved[: 3 * len(ranks)])))
-    results = dict(zip(ranks, _by(2, saved[3 * len(ranks) :])))
+    kept = dict(zip(ranks, _by(6, saved)))
     given = dict(zip(ranks, _by(2, slopes)))
     sloped = any(dlse is not None for dlse in slopes[1::2])
     said = Signed("backward", work.number, _SLOPED[sloped])
     answer = Answer(work.ring, dict.fromkeys(ranks, said), f"{NAME}, backward")
     filled = {}
     with answer.awaited():
-        for r, both in given.items():  # a rank without tokens may get none
-            asked = zip(results[r], both, (True, sloped))
-            filled[r] = [torch.zeros_like(x) if d is None and a else d for x, d, a in asked]
-        found = backward(work._replace(answer=answer), shards, results, filled)
+        for r, (dout, dlse) in given.items():  # a rank without tokens may get none
+            q, _, v, _, _, lse = kept[r]
+            dout = q.new_zeros(*lse.shape, v.shape[3]) if dout is None else dout
+            filled[r] = dout, torch.zeros_like(lse) if dlse is None and sloped else dlse
+        found = backward(work._replace(answer=answer), {r: x[:5] for r, x in kept.items()}, filled)
     dsinks = None
     if of_sinks is not None:
         dtype, device = of_sinks

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tilesmith.distributed.gradients import gradients
 from tilesmith.distributed.kernels import Terms
+from tilesmith.distributed.layout import length
+from tilesmith.distributed.peer_memory import copy_runs
 from tilesmith.distributed.pieces import Overlap
 from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
@@ -28,52 +30,62 @@ from tilesmith.distributed.travel import (
     to_begin,
 )
 from tilesmith.ops.attn.reference import out_like
+from tilesmith.ops.attn.runs_reference import each_run
 
 
-def forward(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:
-    """out [B, H, T, Dv] and lse [B, H, T] of each rank's q, k and v."""
+def forward(work: Work, shards: Shards) -> tuple[dict[int, tuple[Tensor, Tensor]], Shards]:
+    """out [B, H, T, Dv] and lse [B, H, T] of each rank's q, k and v; and q, k, v, out and lse as `backward` takes them:
+    with a group's tokens and a rank's heads where heads are exchanged, so that they need not travel again."""
     within = _regrouped(work, shards)
     found = _attend(work, within)
     if work.schedule.degree == 1:
-        return found
+        return found, {r: (*shards[r], *found[r]) for r in shards}
+    kept = {r: (within[r][0], *(shards if work.schedule.replicates else within)[r][1:3], *found[r]) for r in shards}
     moved = {r: (out, lse.unsqueeze(-1)) for r, (out, lse) in found.items()}
-    heads = {r: shards[r][0].shape[1] for r in shards}
+    heads, _ = work.schedule.all_heads
     back = _returned(work, work.schedule.q_moves, moved, heads, "heads of the results", (0.0, NO_KEYS))
-    return {r: (out, lse.squeeze(-1)) for r, (out, lse) in back.items()}
+    return {r: (out, lse.squeeze(-1)) for r, (out, lse) in back.items()}, kept
 
 
-def backward(work: Work, shards: Shards, results: Shards, slopes: Mapping[int, Sequence[Tensor | None]]) -> Any:
-    """(dq, dk, dv, dsinks or None) of each rank. shards: its q, k and v; results: out and lse; slopes: dout and dlse,
-    None for one without a gradient."""
+def backward(work: Work, kept: Shards, slopes: Mapping[int, Sequence[Tensor | None]]) -> Any:
+    """(dq, dk, dv, dsinks or None) of each rank. kept: what `forward` gave; slopes: dout and dlse of each rank's own
+    tokens, None for one without a gradient."""
     schedule = work.schedule
-    tensors = {r: (*results[r], *slopes[r]) for r in shards}
+    within = {r: x[:3] for r, x in kept.items()}
     if schedule.degree > 1:
-        with_lse = {}
-        for r, (out, lse, dout, dlse) in tensors.items():
-            moved = [out, lse.unsqueeze(-1), dout]
-            with_lse[r] = moved + ([] if dlse is None else [dlse.unsqueeze(-1)])
-        arrived = _gathered(work, schedule.q_moves, with_lse, "heads of the gradients")
-        tensors = {
-            r: (x[0], x[1].squeeze(-1), x[2], x[3].squeeze(-1) if len(x) > 3 else None) for r, x in arrived.items()
-        }
-    within = _regrouped(work, shards)
+        slopes = _slopes_of_heads(work, slopes)
+        if schedule.replicates:
+            kv = _gathered(work, schedule.kv_moves, {r: x[1:] for r, x in within.items()}, "heads of k and v")
+            within = {r: (x[0], *kv[r]) for r, x in within.items()}
+    results = {r: (*x[3:], *slopes[r]) for r, x in kept.items()}
     # kv heads that several ranks of a group have get the sum of what each of them computes
-    shared = {r: schedule.degree * within[r][1].shape[1] > shards[r][1].shape[1] for r in shards}
-    found = gradients(work, within, tensors, shared)
-    dsinks = {r: each[3] for r, each in found.items()}
-    if schedule.degree > 1:
-        heads = {r: shards[r][0].shape[1] for r in shards}
-        kv_heads = {r: shards[r][1].shape[1] for r in shards}
-        dq = _returned(work, schedule.q_moves, {r: g[:1] for r, g in found.items()}, heads, "heads of dq")
-        dkv = _returned(work, schedule.kv_moves, {r: g[1:3] for r, g in found.items()}, kv_heads, "heads of dk, dv")
-        found = {r: [g.to(x.dtype) for g, x in zip((*dq[r], *dkv[r]), shards[r])] for r in shards}
-    return {r: (*found[r][:3], dsinks[r]) for r in shards}
+    found = gradients(work, within, results, dict.fromkeys(kept, schedule.replicates))
+    if schedule.degree == 1:
+        return found
+    heads, kv_heads = schedule.all_heads
+    if schedule.alike:
+        given = {r: x[:3] for r, x in found.items()}
+        back = _returned(work, schedule.q_moves, given, heads, "heads of dq, dk, dv")
+    else:
+        dq = _returned(work, schedule.q_moves, {r: x[:1] for r, x in found.items()}, heads, "heads of dq")
+        dkv = _returned(work, schedule.kv_moves, {r: x[1:3] for r, x in found.items()}, kv_heads, "heads of dk, dv")
+        back = {r: (*dq[r], *dkv[r]) for r in kept}
+    return {r: (*(g.to(x.dtype) for g, x in zip(back[r], kept[r])), found[r][3]) for r in kept}
+
+
+def _slopes_of_heads(work: Work, slopes: Mapping[int, Sequence[Tensor | None]]) -> dict[int, Sequence[Tensor | None]]:
+    """dout and dlse with a group's tokens and a rank's heads."""
+    sent = {r: [dout] + ([] if dlse is None else [dlse.unsqueeze(-1)]) for r, (dout, dlse) in slopes.items()}
+    arrived = _gathered(work, work.schedule.q_moves, sent, "heads of the gradients")
+    return {r: (x[0], x[1].squeeze(-1) if len(x) > 1 else None) for r, x in arrived.items()}
 
 
 def _regrouped(work: Work, shards: Shards) -> Shards:
     """q, k and v with a group's tokens and a rank's heads."""
     if work.schedule.degree == 1:
         return shards
+    if work.schedule.alike:
+        return _gathered(work, work.schedule.q_moves, shards, "heads of q, k and v")
     q = _gathered(work, work.schedule.q_moves, {r: x[:1] for r, x in shards.items()}, "heads of q")
     kv = _gathered(work, work.schedule.kv_moves, {r: x[1:] for r, x in shards.items()}, "heads of k and v")
     return {r: (*q[r], *kv[r]) for r in shards}
@@ -92,30 +104,37 @@ def _gathered(work: Work, moves: Moves, shards: Shards, step: str) -> dict[int, 
 
 
 def _returned(
-    work: Work, moves: Moves, tensors: Shards, heads: Mapping[int, int], step: str,
-    fill: Sequence[float] = (0.0, 0.0),
-) -> dict[int, list[Tensor]]:  # fmt: skip
-    """The reverse of `_gathered`; a head that several ranks held gets their sum, in fp32. fill: of padding."""
+    work: Work, moves: Moves, tensors: Shards, heads: int, step: str, fill: Sequence[float] = (0.0, 0.0, 0.0)
+) -> dict[int, list[Tensor]]:
+    """The reverse of `_gathered`, of so many heads; a head that several ranks held gets their sum, in fp32. fill: of
+    padding."""
     posted, landed = post_back(work, moves, tensors, step)
     work.ring.wait(posted)
-    replicas = {move.target: move.heads[1] - move.heads[0] for move in moves}
+    held = {move.target: move.heads[1] - move.heads[0] for move in moves}
     found = {}
-    for r, held in tensors.items():
-        several = work.schedule.degree * replicas.get(r, 0) > heads[r]
-        dtypes = [torch.float32 if several and x.dtype.itemsize < 4 else x.dtype for x in held]
-        value = [0.0] * len(held) if several else fill
-        found[r] = [
-            x.new_full((work.schedule.layout.local, x.shape[0], heads[r], x.shape[3]), value[i], dtype=dtypes[i])
-            for i, x in enumerate(held)
-        ]
-        for move, way in zip(moves, moves.back):
-            if move.source == r:
-                for total, x in zip(found[r], landed[r]):
-                    place = total[move.at : move.at + move.tokens, :, slice(*move.heads)]
-                    arrived = x[way.to : way.to + way.tokens]
-                    place.add_(arrived) if several else place.copy_(arrived)
+    for r, mine in tensors.items():
+        several = work.schedule.degree * held.get(r, 0) > heads
+        padded = length(work.schedule.layout.ranges[r]) < work.schedule.layout.local
+        found[r] = []
+        for i, x in enumerate(mine):
+            shape = work.schedule.layout.local, x.shape[0], heads, x.shape[3]
+            dtype = torch.float32 if several and x.dtype.itemsize < 4 else x.dtype
+            made = x.new_empty(shape, dtype=dtype)
+            found[r].append(made.fill_(0.0 if several else fill[i]) if several or padded else made)
+        for some, runs in moves.placed.get(r, ()):
+            places = [total[:, :, slice(*some)] for total in found[r]]
+            if several:
+                _add(places, landed[r], runs)
+            else:
+                copy_runs(landed[r], None, [by_head(place) for place in places], runs)
         found[r] = [by_head(total) for total in found[r]]
     return found
+
+
+def _add(totals: Sequence[Tensor], arrived: Sequence[Tensor], runs: Sequence[int]) -> None:
+    for total, x in zip(totals, arrived):
+        for at, to, tokens in each_run(runs):
+            total[to : to + tokens].add_(x[at : at + tokens])
 
 
 def _attend(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:

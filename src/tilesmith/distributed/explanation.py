@@ -14,7 +14,7 @@ from tilesmith.distributed.attention import Group, ring_of
 from tilesmith.distributed.checks import EVERYTHING, LAYOUTS, SCALED, barred, masked_and_scored, packed, sight_of
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.parts import Splits
-from tilesmith.distributed.peer_memory import starts as places
+from tilesmith.distributed.peer_memory import laid_out
 from tilesmith.distributed.transport import Transport
 from tilesmith.engine.argument_checks import choice, divides, located
 from tilesmith.engine.argument_checks import size as checked_size
@@ -98,18 +98,19 @@ def _need(problem: cost.Problem, taken: cost.Decision, machine: cost.Machine) ->
     exchanges = []
     for stage in plan.stages[1:]:
         some = [-(-kv_heads // split.kv) for split in splits]
-        exchanges += [(stage.transfers, [max(some) * token] * 2), (stage.transfers.back, [some[1] * wide] * 2)]
-    if plan.degree > 1:  # q, k and v; out and dout with lse and its gradient; what comes back of them
-        lse, shared = problem.batch * 4, plan.degree * kv_heads > problem.kv_heads
-        sums = shared or len(plan.stages) > 1 or any(plan.sums(r).parts > 1 for r in range(problem.layout.size))
-        wide = wide if sums else token
+        exchanges += [(stage.transfers, [(token, max(some))] * 2), (stage.transfers.back, [(wide, some[1])] * 2)]
+    if plan.degree > 1:  # q, k and v; dout and the gradient of lse; what comes back
+        lse = problem.batch * 4
+        sums = plan.replicates or len(plan.stages) > 1
+        wide = wide if sums or any(plan.sums(r).parts > 1 for r in range(problem.layout.size)) else token
+        many = 3 if plan.alike else 2
         exchanges += [
-            (plan.q_moves, [problem.heads * token, problem.heads * lse] * 2),
-            (plan.kv_moves, [problem.kv_heads * token] * 2),
-            (plan.q_moves.back, [heads * wide, heads * lse]),
-            (plan.kv_moves.back, [kv_heads * wide] * 2),
+            (plan.q_moves, [(token, problem.heads), (lse, problem.heads)]),
+            (plan.kv_moves, [(token, problem.kv_heads)] * many),
+            (plan.q_moves.back, [(wide, heads), (lse, heads)]),
+            (plan.kv_moves.back, [(wide, kv_heads)] * many),
         ]
-    return max((each[-1] for moves, rows in exchanges for each in places(moves, rows).values()), default=0)
+    return max((laid_out(moves, source, rows)[1] for moves, rows in exchanges for source in moves.spans), default=0)
 
 
 def _placed(layout: Layout | str, tokens: int, size: int) -> Layout:

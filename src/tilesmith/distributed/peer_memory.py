@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +28,8 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.distributed.comparison import shortened
-from tilesmith.distributed.layout import joined
 from tilesmith.distributed.lost import RingError, told
-from tilesmith.distributed.schedule import Moves, Transfer
+from tilesmith.distributed.schedule import Moves, Share, Transfer
 from tilesmith.distributed.signals import SLOTS, Signals, driver
 from tilesmith.distributed.sums import pair
 from tilesmith.distributed.watch import UnderWay, Watch
@@ -57,10 +55,11 @@ class CannotShare(RuntimeError):
 
 
 class _Places(NamedTuple):
-    """Memory of an exchange in one slot. mine: what others read of this rank's tensors, [B, heads, T, D]. reads: of
-    each rank that this one reads, its runs: (which tensor, first place in it, tokens, memory). sources: these ranks."""
+    """Memory of an exchange in one slot. mine: what others read of this rank's tensors, share by share, each [B, heads,
+    T, D]. reads: of each rank that this one reads, its runs: (which tensor, first place in it, tokens, memory).
+    sources: these ranks."""
 
-    mine: Sequence[Tensor]
+    mine: Sequence[tuple[Share, Sequence[Tensor]]]
     reads: Sequence[tuple[int, Sequence[tuple[int, int, int, Tensor]]]]
     sources: tuple[int, ...]
 
@@ -69,24 +68,31 @@ class _Exchange:
     """What an exchange is by its moves, and by the kinds of what is sent.
 
     need: bytes of a slot. readers: the ranks that read this one's tensors, from the first to the last place of `span`.
-    runs: what they read of it: (first place in the tensor, in the span, tokens) of each run, one after another. moves:
-    kept, since `PeerMemory` knows it by its id. places: by slot.
+    whole: whether they read whole tensors. moves: kept, since `PeerMemory` knows it by its id. places: by slot.
     """
 
     def __init__(self, moves: Moves, rank: int, kinds: Sequence[Kind]):
         self.moves, self.rank = moves, rank
         self._kinds = [(shape[1:], dtype) for shape, dtype in kinds]
-        self._starts = starts(moves, [prod(shape) * dtype.itemsize for shape, dtype in self._kinds])
-        self.need = max((each[-1] for each in self._starts.values()), default=0)
+        rows = [(batch * dim * dtype.itemsize, heads) for (batch, heads, dim), dtype in self._kinds]
+        self._starts = {source: laid_out(moves, source, rows) for source in moves.spans}
+        self.need = max((end for _, end in self._starts.values()), default=0)
         self.readers, self.span = moves.readers(rank), moves.spans.get(rank, (0, 0))
-        read = sorted((m.at, m.at + m.tokens) for m in moves if m.source == rank != m.target)
-        self.runs = [n for low, high in joined(read) for n in (low, low - self.span[0], high - low)]
+        shares = moves.shares.get(rank, ())
+        self.whole = len(shares) == 1 and shares[0].heads is None and self.span == (0, kinds[0][0][0])
         self.places: dict[int, _Places] = {}
+
+    def _shapes(self, source: int, share: Share) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        low, high = self.moves.spans[source]
+        first, last = share.heads or (0, 0)
+        return [((high - low, batch, last - first or heads, dim), dtype) for (batch, heads, dim), dtype in self._kinds]
 
     def placed(self, slot: int, view: Callable[..., Tensor]) -> _Places:
         """The places in a slot. view: makes a tensor of a rank's memory."""
         if slot not in self.places:
-            mine = [_by_head(x) for x in self._whole(self.rank, slot, view)] if self.readers else []
+            mine = []
+            for i, share in enumerate(self.moves.shares.get(self.rank, ())):
+                mine.append((share, [_by_head(x) for x in self._memory(self.rank, i, slot, view)]))
             reads = [(source, self._runs(source, moves, slot, view)) for source, moves in self.moves.reads(self.rank)]
             self.places[slot] = _Places(mine, reads, tuple(source for source, _ in reads))
         return self.places[slot]
@@ -95,18 +101,16 @@ class _Exchange:
         self, source: int, moves: Sequence[Transfer], slot: int, view: Callable[..., Tensor]
     ) -> list[tuple[int, int, int, Tensor]]:  # fmt: skip
         low, found = self.moves.spans[source][0], []
-        for i, whole in enumerate(self._whole(source, slot, view)):
-            for move in moves:
-                there = whole[move.at - low : move.at - low + move.tokens]
-                there = there if move.heads is None else there[:, :, slice(*move.heads)]
-                found.append((i, move.to, move.tokens, there))
+        for n, share in enumerate(self.moves.shares[source]):
+            mine = [m for m in moves if share.reader is None or (share.reader, share.heads) == (self.rank, m.heads)]
+            for i, memory in enumerate(self._memory(source, n, slot, view) if mine else ()):
+                found += [(i, m.to, m.tokens, memory[m.at - low : m.at - low + m.tokens]) for m in mine]
         return found
 
-    def _whole(self, source: int, slot: int, view: Callable[..., Tensor]) -> list[Tensor]:
-        """All that others read of a rank's tensors."""
-        low, high = self.moves.spans[source]
-        each = zip(self._starts[source], self._kinds)
-        return [view(source, slot, start, (high - low, *shape), dtype) for start, (shape, dtype) in each]
+    def _memory(self, source: int, i: int, slot: int, view: Callable[..., Tensor]) -> list[Tensor]:
+        """A rank's i-th share, [T, B, heads, D]."""
+        each = zip(self._starts[source][0][i], self._shapes(source, self.moves.shares[source][i]))
+        return [view(source, slot, start, shape, dtype) for start, (shape, dtype) in each]
 
 
 class PeerMemory:
@@ -145,9 +149,10 @@ class PeerMemory:
     def move(
         self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor], step: str, timeout: float, gather: Gather
     ) -> Arrival | None:  # fmt: skip
-        """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`. None,
-        on all ranks, where an exchange is too large. timeout: seconds that this rank's GPU may wait for another one.
-        Raises CannotShare where memory is too small and cannot grow, RingError where a rank was lost."""
+        """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`, which
+        may be of its own tensors, too. None, on all ranks, where an exchange is too large. timeout: seconds that this
+        rank's GPU may wait for another one. Raises CannotShare where memory is too small and cannot grow, RingError
+        where a rank was lost."""
         if self._watch.broken:
             raise RingError(self._watch.broken)
         exchange = self._exchange(moves, kinds_of(sent))
@@ -163,8 +168,9 @@ class PeerMemory:
         self._take(slot, here)
         self._under_way.pop(slot, None)
         readers, places = exchange.readers, exchange.placed(slot, self._view)
-        if readers and sent[0].data_ptr() != places.mine[0].data_ptr():
-            _pack(sent, places.mine, exchange.runs)
+        if readers and sent[0].data_ptr() != places.mine[0][1][0].data_ptr():
+            for share, memory in places.mine:
+                copy_runs(sent, share.heads, memory, share.runs)
         begun = here.record_event()
         side.wait_event(begun)
         with torch.cuda.stream(side):
@@ -186,6 +192,8 @@ class PeerMemory:
         self._watch.follow(
             UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory)
         )
+        for heads, runs in moves.own_runs.get(self._rank, ()):
+            copy_runs(sent, heads, [_by_head(x) for x in into], runs)
         return arrival
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
@@ -193,12 +201,12 @@ class PeerMemory:
         what the current stream writes there until `move` need not be copied. None where that exchange needs other
         memory, which it gets then, or sends less than the whole tensors."""
         exchange = self._exchange(moves, kinds)
-        if self.broken or exchange.need > self._bytes or exchange.span != (0, kinds[0][0][0]):
+        if self.broken or exchange.need > self._bytes or not exchange.whole:
             return None
         slot, here = (self._count + 1) % SLOTS, torch.cuda.current_stream(self._index)
         self._take(slot, here)
         self._writer = here
-        return exchange.placed(slot, self._view).mine
+        return exchange.placed(slot, self._view).mine[0][1]
 
     def _take(self, slot: int, here: Any) -> None:
         """Let a stream wait until a slot is its own: nobody reads it, and no other stream writes it."""
@@ -309,15 +317,34 @@ def _lost(
     return f"{said}; what depends on it is NaN, and this group serves no other call"
 
 
+def laid_out(moves: Moves, source: int, rows: Sequence[tuple[int, int]]) -> tuple[list[list[int]], int]:
+    """Where tensors of each share of a rank begin in its slot, and where the last one ends, in bytes. rows: of each
+    tensor the bytes of one head of a token, and its heads."""
+    low, high = moves.spans[source]
+    found: list[list[int]] = []
+    at = 0
+    for share in moves.shares[source]:
+        found.append([])
+        for row, heads in rows:
+            found[-1].append(at)
+            count = heads if share.heads is None else share.heads[1] - share.heads[0]
+            at += -(-row * count * (high - low) // _ALIGNED) * _ALIGNED
+    return found, at
+
+
 def kinds_of(sent: Sequence[Tensor]) -> list[Kind]:
     """Of tensors [T, B, heads, D]."""
     return [(x.shape, x.dtype) for x in sent]
 
 
-def _pack(sent: Sequence[Tensor], mine: Sequence[Tensor], runs: Sequence[int]) -> None:
-    """Copy what others read, two tensors at a time, behind what the current stream does."""
-    for i in range(0, len(sent), 2):
-        ops.copy_runs(*pair([_by_head(x) for x in sent[i : i + 2]]), *pair(mine[i : i + 2]), runs)
+def copy_runs(
+    sent: Sequence[Tensor], heads: tuple[int, int] | None, into: Sequence[Tensor], runs: Sequence[int]
+) -> None:  # fmt: skip
+    """Copy runs of some heads of tensors [T, B, heads, D] into others [B, heads, T, D], two tensors at a time, behind
+    what the current stream does."""
+    some = [_by_head(x if heads is None else x[:, :, slice(*heads)]) for x in sent]
+    for i in range(0, len(some), 2):
+        ops.copy_runs(*pair(some[i : i + 2]), *pair(into[i : i + 2]), runs)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -333,18 +360,6 @@ def _copy(into: Tensor, x: Tensor) -> None:
 def _run(x: Tensor, low: int, high: int) -> Tensor:
     """Rows from `low` to `high`."""
     return x if high - low == x.shape[0] else x.narrow(0, low, high - low)
-
-
-def starts(moves: Moves, rows: Sequence[int]) -> dict[int, list[int]]:
-    """Where tensors with rows of so many bytes begin in a slot of each rank that is read, and the end."""
-    return {source: _starts(rows, high - low) for source, (low, high) in moves.spans.items()}
-
-
-def _starts(rows: Sequence[int], tokens: int) -> list[int]:
-    found = [0]
-    for row in rows:
-        found.append(found[-1] + -(-row * tokens // _ALIGNED) * _ALIGNED)
-    return found
 
 
 def _identity(device: torch.device) -> str:

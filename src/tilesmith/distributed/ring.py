@@ -201,10 +201,6 @@ class ProcessGroupRing:
         if arrival is None:
             self.transport(device, peers.memory.need(moves, mine))  # an error where symmetric memory was asked for
             return None
-        for move in moves.own(self.rank):
-            for give, take in zip(mine, theirs):
-                heads = slice(None) if move.heads is None else slice(*move.heads)
-                take[move.to : move.to + move.tokens].copy_(give[move.at : move.at + move.tokens, :, heads])
         return arrival
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:

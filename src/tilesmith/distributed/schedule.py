@@ -46,6 +46,15 @@ class Transfer:
     heads: HeadRange | None = None
 
 
+class Share(NamedTuple):
+    """A part of a rank's tensors that others read. reader: None for all of them; heads: None for all. runs: (first
+    token in the tensor, first one in the memory, tokens) of each run, one after another."""
+
+    reader: int | None
+    heads: HeadRange | None
+    runs: tuple[int, ...]
+
+
 class Moves(tuple[Transfer, ...]):
     """Transfers that are posted together; every rank knows all of them."""
 
@@ -69,6 +78,30 @@ class Moves(tuple[Transfer, ...]):
     def own(self, rank: int) -> tuple[Transfer, ...]:
         """What a rank copies from its own tensors."""
         return self._pairs.get((rank, rank), ())
+
+    @cached_property
+    def own_runs(self) -> dict[int, tuple[tuple[HeadRange | None, tuple[int, ...]], ...]]:
+        """What each rank copies from its own tensors: heads, and (from, to, tokens) of each run, one after another."""
+        own = {source: self.own(source) for source, target in self._pairs if source == target}
+        return {r: _by_heads([(m.heads, m.at, m.to, m.tokens) for m in moves]) for r, moves in own.items()}
+
+    @cached_property
+    def shares(self) -> dict[int, tuple[Share, ...]]:
+        """What lies apart in the memory of each rank that others read: the heads that each reader reads where these are
+        some, else all of it for all of them."""
+        found = {}
+        for source, (low, _) in self.spans.items():
+            read = {reader: self._pairs[source, reader] for reader in self.readers(source)}
+            everything = [move for moves in read.values() for move in moves]
+            if all(move.heads is None for move in everything):
+                found[source] = (Share(None, None, _runs(everything, low)),)
+                continue
+            apart = {}
+            for reader, moves in read.items():
+                for move in moves:
+                    apart.setdefault((reader, move.heads), []).append(move)
+            found[source] = tuple(Share(*which, _runs(moves, low)) for which, moves in apart.items())
+        return found
 
     def readers(self, rank: int) -> tuple[int, ...]:
         """The ranks that read a rank's tensors."""
@@ -99,12 +132,37 @@ class Moves(tuple[Transfer, ...]):
         return {source: tuple(runs) for source, runs in found.items()}
 
     @cached_property
+    def placed(self) -> dict[int, tuple[tuple[HeadRange | None, tuple[int, ...]], ...]]:
+        """Of each source, what comes back to it: the heads that had gone, and (first token in the buffer of `back`, its
+        own first token, tokens) of each run, one after another."""
+        found: dict[int, list[tuple[HeadRange | None, int, int, int]]] = {}
+        for move, way in zip(self, self.back):
+            found.setdefault(move.source, []).append((move.heads, way.to, move.at, move.tokens))
+        return {source: _by_heads(runs) for source, runs in found.items()}
+
+    @cached_property
     def landed(self) -> dict[int, int]:
         """How many tokens come to each rank."""
         found: dict[int, int] = {}
         for move in self:
             found[move.target] = found.get(move.target, 0) + move.tokens
         return found
+
+
+def _by_heads(
+    runs: Sequence[tuple[HeadRange | None, int, int, int]],
+) -> tuple[tuple[HeadRange | None, tuple[int, ...]], ...]:
+    """(heads, from, to, tokens) of each run as ops take them: the runs of the same heads one after another."""
+    found: dict[HeadRange | None, list[int]] = {}
+    for heads, *run in runs:
+        found.setdefault(heads, []).extend(run)
+    return tuple((heads, tuple(some)) for heads, some in found.items())
+
+
+def _runs(moves: Sequence[Transfer], first: int) -> tuple[int, ...]:
+    """The tokens of these moves, in memory that begins with token `first`."""
+    read = joined(sorted((move.at, move.at + move.tokens) for move in moves))
+    return tuple(n for low, high in read for n in (low, low - first, high - low))
 
 
 @dataclass(frozen=True)
@@ -187,6 +245,21 @@ class Schedule:
     @cached_property
     def _sums(self) -> dict[int, Sums]:
         return {}
+
+    @cached_property
+    def all_heads(self) -> tuple[int, int]:
+        """Query heads and kv heads of the whole."""
+        return max(last for _, last in self.q_heads), max(last for _, last in self.kv_heads)
+
+    @cached_property
+    def replicates(self) -> bool:
+        """Whether several ranks of a group work on one kv head."""
+        return sum(last - first for first, last in self.kv_heads[: self.degree]) > self.all_heads[1]
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether queries, keys and values are exchanged alike."""
+        return self.q_moves == self.kv_moves
 
     def pairs(self, rank: int) -> int:
         """Pairs of a query and a key that a rank computes, of each of its heads."""
