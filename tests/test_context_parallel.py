@@ -462,6 +462,20 @@ def test_the_guide_runs(capsys):
     assert "allgather: " in capsys.readouterr().out
 
 
+def test_a_short_pass_waits_for_the_host():
+    """By the model: a pass takes at least what its calls and exchanges take the host, and a ring then has fewer parts."""
+    problem = cost.Problem(Layout.zigzag(4096, 2), (0, 4096), Sight(right=0), 1, 16, 16, 128)
+    machine = replace(cost.MACHINES["sm90"], issue=1e-3, exchange=2e-3)
+    found = {
+        mode: cost.estimate(problem, machine, mode, degree, steps) for mode, degree, steps in cost.degrees(problem)
+    }
+    assert (found["allgather"].forward, found["allgather"].backward) == (2e-3 + 2e-3, 2e-3 + 4e-3)
+    assert (found["ulysses"].forward, found["ulysses"].backward) == (1e-3 + 4e-3, 1e-3 + 4e-3)
+    long = replace(problem, layout=Layout.zigzag(1 << 16, 2), starts=(0, 1 << 16))
+    parts = [cost.ring_parts(long, replace(machine, exchange=x)).splits.backward.parts for x in (0.0, 2e-3, 2e-2)]
+    assert parts == sorted(parts, reverse=True) and parts[0] > parts[-1] == 1
+
+
 def test_the_table_of_the_model():
     """docs/context-parallel-model.md is what the model says; some rows, since all of them take seconds."""
     text = (ROOT / "docs/context-parallel-model.md").read_text(encoding="utf-8")

@@ -60,6 +60,9 @@ class Machine:
     # By a profile on two H200s: packed documents had 12 calls in 7.9 ms of the host, a causal sequence 4 in 3.2. Of the
     # difference 1.9 ms were launches that were not replayed, and transfers.
     issue: float = 3e-4
+    # seconds of the host for an exchange. By a profile on two H200s: 1.1 to 1.6 ms for a forward of two calls and one
+    # exchange, 2.2 to 2.7 for its backward with two exchanges, 6.4 for one in four parts, of eight calls and exchanges
+    exchange: float = 5e-4
 
 
 # Rates of kernels in bf16 at head dim 128; NVLink 4 and a 400 Gbit/s card for each GPU, at what collectives reach of
@@ -291,11 +294,17 @@ def _rank_times(
     keys = 2 * kv_heads * token
     passes, received, held = [machine.host, machine.host], 0, 0
     if plan.degree > 1:
-        # q, k, v there and out back; for gradients q, k, v, out and dout there, dq, dk and dv back
+        # q, k, v there and out back; for gradients dout there, and dq, dk and dv back; where several ranks have one kv
+        # head, k and v there again
         q_time, q_bytes = _travel(machine, plan.q_moves, rank, q_heads * token)
         kv_time, kv_bytes = _travel(machine, plan.kv_moves, rank, keys)
-        passes = [passes[0] + 2 * q_time + kv_time, passes[1] + 4 * q_time + 2 * kv_time]
-        received += 6 * q_bytes + 3 * kv_bytes
+        again = int(plan.replicates)
+        passes = [passes[0] + 2 * q_time + kv_time, passes[1] + 2 * q_time + (1 + again) * kv_time]
+        received += 4 * q_bytes + (2 + again) * kv_bytes
+        # what goes is copied to where others read it, what comes back also to its place; each is read and written
+        q_copy, kv_copy = (2 * n * token * plan.tokens(rank) / machine.bandwidth for n in (q_heads, 2 * kv_heads))
+        passes[0] += q_copy + kv_copy + 2 * q_copy + 3 * machine.ramp
+        passes[1] += q_copy + again * kv_copy + 2 * (q_copy + kv_copy) + 4 * machine.ramp
     # gradients of keys are parts of sums, which travel in fp32
     gradients = max(4, problem.itemsize) * keys // problem.itemsize
     for i, split in enumerate(splits):
@@ -317,7 +326,22 @@ def _rank_times(
             # in steps the next keys arrive while these are used
             later = arriving[place + 1][1] if place and place + 1 < len(arriving) else 0
             held = max(held, (2 * n + later) // split.parts)
-    return *passes, received, held
+    issued = _issued(machine, plan, rank, splits)
+    return *map(max, passes, issued), received, held
+
+
+def _issued(machine: Machine, plan: Schedule, rank: int, splits: Splits) -> tuple[float, float]:
+    """Seconds that the host takes for each pass, which a short one waits for."""
+    found = []
+    for i, split in enumerate(splits):
+        stages = plan.stages if i else plan.answers
+        calls = sum(len(stage.calls[rank]) for stage in stages)
+        exchanges = sum(bool(stage.transfers) for stage in stages) * (1 + i)
+        found.append(split.parts * (machine.issue * calls + machine.exchange * exchanges))
+    if plan.degree > 1:
+        there_and_back = (2, 2) if plan.alike else (3, 3 + plan.replicates)
+        found = [seconds + machine.exchange * n for seconds, n in zip(found, there_and_back)]
+    return found[0], found[1]
 
 
 def _travel(
