@@ -463,7 +463,7 @@ def test_the_guide_runs(capsys):
 
 
 def test_a_short_pass_waits_for_the_host():
-    """By the model: a pass takes at least what its calls and exchanges take the host, and a ring then has fewer parts."""
+    """By the model: it takes at least what its calls and exchanges take the host, so a ring then has fewer parts."""
     problem = cost.Problem(Layout.zigzag(4096, 2), (0, 4096), Sight(right=0), 1, 16, 16, 128)
     machine = replace(cost.MACHINES["sm90"], issue=1e-3, exchange=2e-3)
     found = {

@@ -34,8 +34,9 @@ def page() -> str:
         "",
         "Milliseconds of forward and backward of one layer's causal attention by the model of",
         "`tilesmith.distributed.cost`: head dim 128, bf16, hosts of 8 H200s. Not measured. The constants: the kernel's",
-        f"rate {machine.rate / 1e12:g} TFLOP/s, {machine.ramp * 1e6:g} µs a call; the host's {machine.issue * 1e3:g} ms a "
-        f"call and {machine.exchange * 1e3:g} an exchange, for which short passes wait; between the GPUs of a host",
+        f"rate {machine.rate / 1e12:g} TFLOP/s, {machine.ramp * 1e6:g} µs a call; the host's",
+        f"{machine.issue * 1e3:g} ms a call and {machine.exchange * 1e3:g} an exchange, for which short passes wait; "
+        "between the GPUs of a host",
         f"{machine.link.bandwidth / 1e9:g} GB/s and {machine.link.latency * 1e6:g} µs, between hosts "
         f"{machine.network.bandwidth / 1e9:g} GB/s and {machine.network.latency * 1e6:g} µs a",
         f'GPU. Others\' keys may take {MEMORY / 1e9:g} GB. Bold is what `mode="auto"` takes; of hybrids the best '
