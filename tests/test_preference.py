@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tilesmith import nn, ops
 from tilesmith.nn.fused_preference import DPO_TYPES
 from tilesmith.nn.policy import POLICIES, grpo_loss
+from tilesmith.ops.loss.formulas import FORMULAS, PairOptions
 
 B, T, K, V = 6, 7, 12, 37
 SMOOTHED = {"exo_pair": 0.1, "robust": 0.2, "sigmoid": 0.15}
@@ -102,6 +103,20 @@ def test_dpo(kind, reference, average):
     agree(data, got, want)
     torch.testing.assert_close(torch.cat((metrics.chosen_rewards, metrics.rejected_rewards)), beta * ratio.detach())
     torch.testing.assert_close(metrics.nll_loss, nll.detach())
+
+
+@pytest.mark.parametrize("margin", [-200.0, -90.0, 90.0, 200.0])
+@pytest.mark.parametrize("kind", DPO_TYPES)
+def test_a_pair_far_apart_has_the_loss_of_its_formula(kind, margin):
+    """Where exp(−margin), of fp32, is infinite."""
+    smoothing = SMOOTHED.get(kind, 0.0)
+    sums = torch.tensor([margin, -margin], dtype=torch.float64, requires_grad=True)  # beta is 1/2
+    want = dpo(kind, *sums.chunk(2), 0.5, smoothing, 0.05).sum()
+    slopes = torch.autograd.grad(want, sums)[0]
+    log_probs, sequences = sums.detach().float()[:, None], torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    options = PairOptions(0.5, smoothing, 0.0, 0.05)
+    got = FORMULAS[kind].evaluate(log_probs, sequences, None, options)
+    torch.testing.assert_close(got, (want.detach().float(), slopes.float()[:, None]))
 
 
 @pytest.mark.parametrize("nll", [True, False])
