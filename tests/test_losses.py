@@ -94,6 +94,23 @@ def test_token_stats_of_classes_that_cannot_be():
     torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("masked", [float("-inf"), torch.finfo(torch.float32).min, -1e38])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_entropies_of_masked_classes_have_gradients_of_any_size(backend, masked):
+    """Masks are -inf or the lowest number, and the gradient of a loss times 65536, as a GradScaler's, is not below 1."""
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    logits[:, 5:] = masked
+    logits = logits.to(DEVICE).requires_grad_()
+    target = torch.tensor([0, 1, 4, -100], device=DEVICE)
+    with use(token_stats=backend, token_stats_vjp=backend):
+        _, entropy, _, _ = ops.token_stats(logits, target)
+        (got,) = torch.autograd.grad(entropy.sum(), logits, torch.tensor(65536.0, device=DEVICE))
+    wanted = torch.distributions.Categorical(logits=logits[:3, :5]).entropy()
+    torch.testing.assert_close(entropy[:3], wanted)
+    (want,) = torch.autograd.grad(wanted.sum() * 65536, logits)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
+
+
 def test_token_stats_hold_one_chunk_of_logits():
     x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
     seen = []
