@@ -373,6 +373,17 @@ def test_an_untokened_sequence_counts_nothing():
     assert not got.isnan()
 
 
+@pytest.mark.parametrize("pairs", [0, 2])
+def test_a_likelihood_of_no_tokens_costs_nothing(pairs):
+    """Whether its labels are the target's or nll_target's."""
+    x, weight = torch.randn(2 * pairs, 3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    target = torch.full((2 * pairs, 3), -100)
+    for own in (None, target):
+        loss, metrics = nn.preference_loss(x, weight, target, alpha=0.5, nll_target=own)
+        assert loss.item() == pytest.approx(math.log(2) if pairs else 0.0) and metrics.nll_loss == 0
+        assert not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
+
+
 def test_compiles_without_a_break():
     data = Data(torch.float32)
     loss = nn.FusedLinearDPOLoss(use_ref_model=False, loss_type="apo_zero")
