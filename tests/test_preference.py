@@ -204,7 +204,7 @@ def policy(data, kind, old, ref, importance, beta, sequence, corrected, delta=No
     elif kind == "vespo":
         log_w = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True)
         if importance is not None:
-            log_w = log_w + importance.log().sum(-1, keepdim=True)
+            log_w = log_w + (importance.log() * mask).sum(-1, keepdim=True)
         log_w = log_w.clamp(math.log(1e-8), 20)
         k, rate = torch.where(advantage >= 0, 2.0, 3.0), torch.where(advantage >= 0, 3.0, 2.0)
         loss = -(rate + k * log_w - rate * log_w.exp()).exp() * advantage * p
@@ -220,7 +220,7 @@ def policy(data, kind, old, ref, importance, beta, sequence, corrected, delta=No
         "grpo": lambda: ((loss * mask).sum(-1) / mask.sum(-1)).mean(),
         "bnpo": lambda: (loss * mask).sum() / mask.sum(),
         "dr_grpo": lambda: (loss * mask).sum() / (B * 11),
-        "luspo": lambda: (loss * mask.sum(-1, keepdim=True)).mean(),
+        "luspo": lambda: (loss * mask).sum(-1).mean(),
     }
     reduced["sapo"] = reduced["grpo"]
     return reduced.get(kind, reduced["bnpo"])(), (kl * mask).sum() / mask.sum()
@@ -266,18 +266,20 @@ def test_grpo_counts_items_and_computes_the_reference():
     agree(data, got, want * data.mask.sum() / 50)
 
 
-def test_masked_tokens_may_hold_anything():
+@pytest.mark.parametrize("kind", POLICIES)
+def test_masked_tokens_may_hold_anything(kind):
     data = Data()
-    importance = torch.ones_like(data.old)
-    for values in (data.old, data.ref, importance):
-        values[data.mask == 0] = float("-inf")
-    got, metrics = nn.FusedLinearGRPOLoss()(
-        data.x, data.weight, data.ids, data.mask, data.advantages, data.bias, data.ref, data.old,
-        vllm_is_ratio=importance,
-    )  # fmt: skip
-    assert got.isfinite()
-    assert metrics.kl.isfinite()
-    assert all(g.isfinite().all() for g in torch.autograd.grad(got, data.leaves))
+    beside = {
+        "ref_per_token_logps": data.ref, "old_per_token_logps": data.old, "vllm_is_ratio": data.importance,
+    }  # fmt: skip
+    given = (data.weight, data.ids, data.mask, data.advantages, data.bias)
+
+    def run(**beside):
+        got, metrics = grpo_loss(data.x, *given, **beside, loss_type=kind, epsilon_high=1.1, max_completion_length=11)
+        return got, metrics, torch.autograd.grad(got, data.leaves)
+
+    broken = {name: t.masked_fill(data.mask == 0, float("-inf")) for name, t in beside.items()}
+    torch.testing.assert_close(run(**broken), run(**beside))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
