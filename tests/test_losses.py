@@ -126,7 +126,7 @@ def test_token_stats_of_classes_that_cannot_be():
 @pytest.mark.parametrize("masked", [float("-inf"), torch.finfo(torch.float32).min, -1e38])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_entropies_of_masked_classes_have_gradients_of_any_size(backend, masked):
-    """Masks are -inf or the lowest number, and the gradient of a loss times 65536, as a GradScaler's, is not below 1."""
+    """Masks are -inf or the lowest number; a GradScaler multiplies the loss, and so its gradient, by 65536."""
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     logits[:, 5:] = masked
     logits = logits.to(DEVICE).requires_grad_()
