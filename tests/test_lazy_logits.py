@@ -71,6 +71,13 @@ def test_lazy_logits_describe_themselves_without_being_computed(lazy):
     assert "LazyLogits" in repr(LazyLogits(logits.hidden, logits.weight, None, torch.float32))
 
 
+def test_lazy_logits_take_the_labels_that_torch_takes(lazy):
+    """Those of 8 bits, too; their gradient torch has on a GPU alone."""
+    labels = torch.arange(10, dtype=torch.uint8) % 9
+    found, expected = (F.cross_entropy(z.view(-1, 9), labels) for z in lazy)
+    torch.testing.assert_close(found, expected)
+
+
 def test_lazy_logits_have_gradients_after_a_look_without(lazy):
     logits, real = lazy
     with torch.no_grad():

@@ -58,6 +58,35 @@ def test_gradients_are_as_exact_as_one_product(backend, hidden):
         assert error <= times * allowed, f"{name}: off by {error:.2e}, one product by {allowed:.2e}"
 
 
+NARROW = torch.tensor([[0, 1, 2]] * 2, dtype=torch.int32, device=DEVICE)
+LABELLED = {
+    "cross_entropy": lambda x, w, i: ops.cross_entropy(x, NARROW, ignore_index=i),
+    "linear_cross_entropy": lambda x, w, i: ops.linear_cross_entropy(x, w, NARROW, ignore_index=i),
+    "token_stats": lambda x, w, i: ops.token_stats(x, NARROW, i),
+    "linear_token_stats": lambda x, w, i: ops.linear_token_stats(x, w, NARROW, None, i),
+    "linear_log_probs": lambda x, w, i: ops.linear_log_probs(x, w, NARROW, None, i),
+    "linear_preference": lambda x, w, i: nn.preference_loss(x, w, NARROW, ignore_index=i),
+    "linear_distillation": lambda x, w, i: ops.linear_distillation(x, w, x, w, NARROW, ignore_index=i),
+    "jsd": lambda x, w, i: ops.jsd(x, x, NARROW, ignore_index=i),
+    "tvd": lambda x, w, i: ops.tvd(x, x, NARROW, ignore_index=i),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labels_of_32_bits_are_not_compared_with_a_number_beyond_them(name):
+    """PyTorch would compare them with its lowest bits: here those of the label 0."""
+    x, weight = torch.randn(2, 3, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE)
+    LABELLED[name](x, weight, -(2**31))
+    with pytest.raises(ValueError, match=f"{name}: ignore_index is {2**40}.*long"):
+        LABELLED[name](x, weight, 2**40)
+
+
+def test_labels_that_are_no_class_are_refused_by_the_reference_too():
+    x, weight, target = torch.randn(3, 8), torch.randn(8, 8), torch.tensor([0, 8, 1])
+    with use(linear_distillation="reference"), pytest.raises(ValueError, match="the label 8"):
+        ops.linear_distillation(x, weight, x, weight, target)
+
+
 def test_token_stats_are_those_of_whole_logits():
     x, weight = torch.randn(3, 7, 16, dtype=torch.float64), torch.randn(50, 16, dtype=torch.float64)
     target = torch.randint(50, (3, 7))
@@ -92,6 +121,23 @@ def test_token_stats_of_classes_that_cannot_be():
     assert kept[predicted[:4]].all()
     a, b = (torch.autograd.grad((e[:4]).sum(), x)[0] for e in (entropy, wanted))
     torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("masked", [float("-inf"), torch.finfo(torch.float32).min, -1e38])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_entropies_of_masked_classes_have_gradients_of_any_size(backend, masked):
+    """Masks are -inf or the lowest number; a GradScaler multiplies the loss, and so its gradient, by 65536."""
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    logits[:, 5:] = masked
+    logits = logits.to(DEVICE).requires_grad_()
+    target = torch.tensor([0, 1, 4, -100], device=DEVICE)
+    with use(token_stats=backend, token_stats_vjp=backend):
+        _, entropy, _, _ = ops.token_stats(logits, target)
+        (got,) = torch.autograd.grad(entropy.sum(), logits, torch.tensor(65536.0, device=DEVICE))
+    wanted = torch.distributions.Categorical(logits=logits[:3, :5]).entropy()
+    torch.testing.assert_close(entropy[:3], wanted)
+    (want,) = torch.autograd.grad(wanted.sum() * 65536, logits)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
 
 
 def test_token_stats_hold_one_chunk_of_logits():

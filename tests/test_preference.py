@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tilesmith import nn, ops
 from tilesmith.nn.fused_preference import DPO_TYPES
 from tilesmith.nn.policy import POLICIES, grpo_loss
+from tilesmith.ops.loss.formulas import FORMULAS, PairOptions
 
 B, T, K, V = 6, 7, 12, 37
 SMOOTHED = {"exo_pair": 0.1, "robust": 0.2, "sigmoid": 0.15}
@@ -104,6 +105,20 @@ def test_dpo(kind, reference, average):
     torch.testing.assert_close(metrics.nll_loss, nll.detach())
 
 
+@pytest.mark.parametrize("margin", [-200.0, -90.0, 90.0, 200.0])
+@pytest.mark.parametrize("kind", DPO_TYPES)
+def test_a_pair_far_apart_has_the_loss_of_its_formula(kind, margin):
+    """Where exp(−margin), of fp32, is infinite."""
+    smoothing = SMOOTHED.get(kind, 0.0)
+    sums = torch.tensor([margin, -margin], dtype=torch.float64, requires_grad=True)  # beta is 1/2
+    want = dpo(kind, *sums.chunk(2), 0.5, smoothing, 0.05).sum()
+    slopes = torch.autograd.grad(want, sums)[0]
+    log_probs, sequences = sums.detach().float()[:, None], torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    options = PairOptions(0.5, smoothing, 0.0, 0.05)
+    got = FORMULAS[kind].evaluate(log_probs, sequences, None, options)
+    torch.testing.assert_close(got, (want.detach().float(), slopes.float()[:, None]))
+
+
 @pytest.mark.parametrize("nll", [True, False])
 def test_cpo_and_simpo(nll):
     data = Data()
@@ -189,7 +204,7 @@ def policy(data, kind, old, ref, importance, beta, sequence, corrected, delta=No
     elif kind == "vespo":
         log_w = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True)
         if importance is not None:
-            log_w = log_w + importance.log().sum(-1, keepdim=True)
+            log_w = log_w + (importance.log() * mask).sum(-1, keepdim=True)
         log_w = log_w.clamp(math.log(1e-8), 20)
         k, rate = torch.where(advantage >= 0, 2.0, 3.0), torch.where(advantage >= 0, 3.0, 2.0)
         loss = -(rate + k * log_w - rate * log_w.exp()).exp() * advantage * p
@@ -205,7 +220,7 @@ def policy(data, kind, old, ref, importance, beta, sequence, corrected, delta=No
         "grpo": lambda: ((loss * mask).sum(-1) / mask.sum(-1)).mean(),
         "bnpo": lambda: (loss * mask).sum() / mask.sum(),
         "dr_grpo": lambda: (loss * mask).sum() / (B * 11),
-        "luspo": lambda: (loss * mask.sum(-1, keepdim=True)).mean(),
+        "luspo": lambda: (loss * mask).sum(-1).mean(),
     }
     reduced["sapo"] = reduced["grpo"]
     return reduced.get(kind, reduced["bnpo"])(), (kl * mask).sum() / mask.sum()
@@ -251,18 +266,20 @@ def test_grpo_counts_items_and_computes_the_reference():
     agree(data, got, want * data.mask.sum() / 50)
 
 
-def test_masked_tokens_may_hold_anything():
+@pytest.mark.parametrize("kind", POLICIES)
+def test_masked_tokens_may_hold_anything(kind):
     data = Data()
-    importance = torch.ones_like(data.old)
-    for values in (data.old, data.ref, importance):
-        values[data.mask == 0] = float("-inf")
-    got, metrics = nn.FusedLinearGRPOLoss()(
-        data.x, data.weight, data.ids, data.mask, data.advantages, data.bias, data.ref, data.old,
-        vllm_is_ratio=importance,
-    )  # fmt: skip
-    assert got.isfinite()
-    assert metrics.kl.isfinite()
-    assert all(g.isfinite().all() for g in torch.autograd.grad(got, data.leaves))
+    beside = {
+        "ref_per_token_logps": data.ref, "old_per_token_logps": data.old, "vllm_is_ratio": data.importance,
+    }  # fmt: skip
+    given = (data.weight, data.ids, data.mask, data.advantages, data.bias)
+
+    def run(**beside):
+        got, metrics = grpo_loss(data.x, *given, **beside, loss_type=kind, epsilon_high=1.1, max_completion_length=11)
+        return got, metrics, torch.autograd.grad(got, data.leaves)
+
+    broken = {name: t.masked_fill(data.mask == 0, float("-inf")) for name, t in beside.items()}
+    torch.testing.assert_close(run(**broken), run(**beside))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -356,6 +373,17 @@ def test_an_untokened_sequence_counts_nothing():
     assert loss.isfinite()
     assert all(g.isfinite().all() for g in torch.autograd.grad(loss, data.leaves))
     assert not got.isnan()
+
+
+@pytest.mark.parametrize("pairs", [0, 2])
+def test_a_likelihood_of_no_tokens_costs_nothing(pairs):
+    """Whether its labels are the target's or nll_target's."""
+    x, weight = torch.randn(2 * pairs, 3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    target = torch.full((2 * pairs, 3), -100)
+    for own in (None, target):
+        loss, metrics = nn.preference_loss(x, weight, target, alpha=0.5, nll_target=own)
+        assert loss.item() == pytest.approx(math.log(2) if pairs else 0.0) and metrics.nll_loss == 0
+        assert not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
 
 
 def test_compiles_without_a_break():

@@ -66,6 +66,7 @@ def vocab_parallel_cross_entropy(
         if logits.ndim == 0:
             raise ValueError(f"{name}: logits has no dims; it must be [..., its classes]")
         checks.check_tokens(name, "logits", logits, target)
+        checks.check_ignored(name, "target", target, ignore_index)
 
     terms = Terms(ignore_index, label_smoothing, z_loss, scale, softcap)
     call = _Call(name, "logits", "weight", logits, target, weight, terms, reduction, group, classes)
@@ -112,7 +113,7 @@ def vocab_parallel_linear_cross_entropy(
             "requires_grad of x": wanted,
         }  # fmt: skip
 
-    found = _agreed(call, lambda: _check_linear(name, x, weight, target, bias, chunk_tokens), facts)
+    found = _agreed(call, lambda: _check_linear(name, x, weight, target, bias, ignore_index, chunk_tokens), facts)
     x = x.to(computed_in(x))
     if x.requires_grad and torch.is_grad_enabled():
         x = _Shared.apply(x, found)
@@ -123,7 +124,7 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _check_linear(
-    name: str, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, chunk_tokens: int
+    name: str, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, chunk_tokens: int
 ) -> None:  # fmt: skip
     for argument, value in (("x", x), ("weight", weight), ("bias", bias)):
         if value is not None:
@@ -141,6 +142,7 @@ def _check_linear(
     if chunk_tokens < 0:
         raise ValueError(f"{name}: chunk_tokens is {chunk_tokens}; it must be 0 (the library chooses) or more")
     checks.check_tokens(name, "x", x, target)
+    checks.check_ignored(name, "target", target, ignore_index)
 
 
 class _Call(NamedTuple):

@@ -75,7 +75,8 @@ def grpo_loss(
 
     What divides the sum over the mask: "grpo", "sapo" each completion's tokens, then B; "bnpo" the tokens of the batch;
     "dr_grpo" B · max_completion_length; "dapo", "cispo", "vespo" num_items_in_batch, or the tokens of all ranks, over
-    the number of ranks; "luspo" weighs a completion by its tokens and averages over B · T.
+    the number of ranks; "luspo" B alone, so that a completion of one ratio weighs as many times as it has tokens. Of
+    tokens outside the mask ids, log-probabilities and ratios are not read.
 
     x: [B, T, K]. weight: [V, K]. selected_token_ids, attention_mask: [B, T]. The reference's log-probabilities come as
     ref_per_token_logps [B, T] or are computed from ref_input, ref_weight, ref_bias. chunk_size: completions whose
@@ -108,8 +109,7 @@ def grpo_loss(
     acc = torch.promote_types(x.dtype, torch.float32)
     mask = attention_mask.to(acc)
     weights, divisor = _weights(loss_type, mask, max_completion_length, num_items_in_batch)
-    # "luspo" alone counts tokens outside the mask
-    target = selected_token_ids if loss_type == "luspo" else selected_token_ids.masked_fill(mask == 0, IGNORED)
+    target = selected_token_ids.masked_fill(mask == 0, IGNORED)
     if ref_input is not None:
         with torch.no_grad():
             ref_per_token_logps = ops.linear_log_probs(
@@ -131,7 +131,8 @@ def grpo_loss(
     if kind == "vespo":
         logs = torch.zeros_like(sequences[0])
         if importance is not None:
-            logs = importance.to(acc).log().clamp(-18.42068, 20).sum(-1)
+            logs = importance.to(acc).log().clamp(-18.42068, 20)
+            logs = (logs if vllm_is_ratio.shape != plane else torch.where(mask != 0, logs, 0.0)).sum(-1)
         sequences = torch.stack((sequences[0], logs))
     total, log_probs = ops.linear_preference(
         x, weight, target, sequences, kind, options, bias, tokens,
@@ -208,7 +209,7 @@ def _weights(
     if loss_type == "dr_grpo":
         return mask, batch * max_completion_length
     if loss_type == "luspo":
-        return lengths.expand_as(mask), batch * max(1, mask.shape[1])
+        return mask, batch
     return mask, _tokens_of_a_rank(mask, num_items_in_batch)
 
 

@@ -130,9 +130,11 @@ def preference_loss(
     loss = total / max(1, pairs)
     nll = -log_probs[:pairs].detach().sum() / likely
     if alpha and nll_target is not None:
+        own = nll_target[:pairs]
         nll = ops.linear_cross_entropy(
-            x[:pairs], weight, nll_target[:pairs], bias, ignore_index=ignore_index, scale=scale, softcap=softcap
+            x[:pairs], weight, own, bias, ignore_index=ignore_index, scale=scale, softcap=softcap, reduction="sum"
         )
+        nll = nll / _at_least_one((own != ignore_index).sum(), acc)
         loss = loss + alpha * nll
     with torch.no_grad():
         sums = log_probs.detach().sum(-1) * sequences[0]

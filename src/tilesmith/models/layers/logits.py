@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.ops.loss.checks import INTEGERS
 
 
 class LazyLogits:
@@ -199,8 +200,8 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy`, without the logits where `input` is lazy and [tokens, vocabulary]."""
     target = _real(target)
     folded = _scale_and_cap(input.steps) if isinstance(input, LazyLogits) and input.known is None else None
-    classes = not target.is_floating_point() and target.ndim == 1 and input.ndim == 2
-    if folded is None or not classes or size_average is not None or reduce is not None:
+    labels = target.dtype in INTEGERS and target.ndim == 1 and input.ndim == 2  # torch takes others, uint8 for one
+    if folded is None or not labels or size_average is not None or reduce is not None:
         rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         return F.cross_entropy(_real(input), target, *rest)
     scale, softcap = folded

@@ -29,6 +29,7 @@ def check_cross_entropy(
             f"cross_entropy: logits has shape {tuple(logits.shape)}; it must be [..., V] with V of at least 1"
         )
     check_tokens("cross_entropy", "logits", logits, target)
+    check_ignored("cross_entropy", "target", target, ignore_index)
     check_class_weight("cross_entropy", "weight", weight, logits, logits.shape[-1])
     check_terms("cross_entropy", label_smoothing, z_loss, softcap, reduction)
 
@@ -73,6 +74,7 @@ def check_linear_cross_entropy(call) -> None:
             f"linear_cross_entropy: grad_mask is {list(grad_mask)}; it must have 3 entries: x, weight, bias"
         )
     check_tokens("linear_cross_entropy", "x", x, call.target)
+    check_ignored("linear_cross_entropy", "target", call.target, call.ignore_index)
     check_class_weight("linear_cross_entropy", "class_weight", call.class_weight, x, classes)
     check_terms("linear_cross_entropy", call.label_smoothing, call.z_loss, call.softcap, call.reduction)
 
@@ -91,6 +93,17 @@ def check_tokens(op: str, name: str, x: Tensor, target: Tensor) -> None:
         )
     if target.device != x.device:
         raise ValueError(f"{op}: target is on {target.device}, {name} on {x.device}; move them to one device")
+
+
+def check_ignored(op: str, name: str, labels: Tensor, ignore_index: int) -> None:
+    """Raise unless labels, which the op calls `name`, can hold ignore_index: PyTorch compares what is left of it in
+    their dtype, so that 2**40 would ignore the label 0."""
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
+        raise ValueError(
+            f"{op}: ignore_index is {ignore_index}, and {name}, of dtype {labels.dtype}, cannot hold it; it must be "
+            f"between {limits.min} and {limits.max}, or give {name}.long()"
+        )
 
 
 def _moved(name: str, x: Tensor, target: Tensor) -> str:

@@ -12,7 +12,7 @@ from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.loss import distill_reference as reference
 from tilesmith.ops.loss import distill_sharding as sharding
-from tilesmith.ops.loss.checks import INTEGERS
+from tilesmith.ops.loss.checks import INTEGERS, check_ignored
 from tilesmith.ops.loss.distill_arguments import (
     jsd_vjp_arguments,
     kl_div_vjp_arguments,
@@ -107,7 +107,7 @@ def _check_jsd(
     x: Tensor, target: Tensor, labels: Tensor | None, beta: float, ignore_index: int, reduction: str
 ) -> None:
     _check_distributions("jsd", x, target, reduction)
-    _check_labels("jsd", "labels", labels, x)
+    _check_labels("jsd", "labels", labels, x, ignore_index)
     if not 0 <= beta <= 1:
         raise ValueError(f"jsd: beta is {beta}; it must be between 0 and 1")
 
@@ -116,7 +116,7 @@ def _check_jsd(
 def _check_tvd(call) -> None:
     grad_mask = call.grad_mask
     _check_distributions("tvd", call.x, call.target, call.reduction)
-    _check_labels("tvd", "labels", call.labels, call.x)
+    _check_labels("tvd", "labels", call.labels, call.x, call.ignore_index)
     if grad_mask is not None and len(grad_mask) != 2:
         raise ValueError(f"tvd: grad_mask is {list(grad_mask)}; it must have 2 entries: x, target")
 
@@ -134,7 +134,7 @@ def _check_distributions(op: str, x: Tensor, target: Tensor, reduction: str) -> 
         raise ValueError(f"{op}: reduction is {reduction!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}")
 
 
-def _check_labels(op: str, name: str, labels: Tensor | None, x: Tensor) -> None:
+def _check_labels(op: str, name: str, labels: Tensor | None, x: Tensor, ignore_index: int) -> None:
     if labels is None:
         return
     if labels.dtype not in INTEGERS:
@@ -143,6 +143,7 @@ def _check_labels(op: str, name: str, labels: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"{op}: {name} has shape {tuple(labels.shape)}; for this x it must be {tuple(x.shape[:-1])}")
     if labels.device != x.device:
         raise ValueError(f"{op}: {name} is on {labels.device}, x on {x.device}; move them to one device")
+    check_ignored(op, name, labels, ignore_index)
 
 
 @linear_distillation_arguments
@@ -167,7 +168,7 @@ def _check_linear(call) -> None:
     for name, value in (("bias", call.bias), ("teacher_bias", teacher_bias)):
         if value is not None and value.shape != (classes,):
             raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; it must be [{classes}]")
-    _check_labels(op, "target", call.target, x)
+    _check_labels(op, "target", call.target, x, call.ignore_index)
     if call.teacher_probs and teacher_weight is not None:
         raise ValueError(f"{op}: teacher_probs says that teacher holds probabilities; pass them without teacher_weight")
     if call.target is None and call.hard_weight:

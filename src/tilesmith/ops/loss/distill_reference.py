@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilesmith.ops.loss.reduction import check_labels
 from tilesmith.ops.loss.reference import already_computed, linear_grads, linear_logits, saved_dtype
 
 
@@ -230,6 +231,8 @@ def linear_distillation(
 
     For kernels: grad_mask as in `linear_cross_entropy`.
     """
+    if target is not None:
+        check_labels(target, weight.shape[0], ignore_index)
     acc = torch.promote_types(x.dtype, torch.float32)
     z, y = linear_logits(x, weight, bias), _teacher_logits(teacher, teacher_weight, teacher_bias).to(acc)
     parts = token_parts(z, y, target, divergence, beta, temperature, ignore_index, teacher_probs).sum(-1)

@@ -109,10 +109,11 @@ def _robust(margin: Tensor, o: PairOptions) -> tuple[Tensor, Tensor]:
 
 
 def _discopop(margin: Tensor, o: PairOptions) -> tuple[Tensor, Tensor]:
-    blend, decay, logistic = torch.sigmoid(margin / o.tau), torch.exp(-margin), -logsigmoid(margin)
-    turn = blend * torch.sigmoid(-margin / o.tau) / o.tau
-    slope = turn * (decay - logistic) - blend * decay - (1 - blend) * torch.sigmoid(-margin)
-    return decay * blend + logistic * (1 - blend), slope
+    log_blend, rest, logistic = logsigmoid(margin / o.tau), torch.sigmoid(-margin / o.tau), -logsigmoid(margin)
+    blended = torch.exp(log_blend - margin)  # exp(−margin) · blend, of which the one may be infinite, the other 0
+    turn = log_blend.exp() * rest / o.tau
+    slope = blended * (rest / o.tau - 1) - turn * logistic - rest * torch.sigmoid(-margin)
+    return blended + logistic * rest, slope
 
 
 def _nca_pair(chosen: Tensor, rejected: Tensor, o: PairOptions) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from tilesmith.engine.argument_checks import attributed_to, floating
 from tilesmith.ops.loss import preference_reference as reference
 from tilesmith.ops.loss import sharded
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
-from tilesmith.ops.loss.checks import INTEGERS
+from tilesmith.ops.loss.checks import INTEGERS, check_ignored
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.op import LossWithGradients, linear_cross_entropy
 from tilesmith.ops.loss.reference import saved_dtype
@@ -64,6 +64,7 @@ def _check(call) -> None:
         )
     if target.dtype not in INTEGERS:
         raise TypeError(f"{NAME}: target has dtype {target.dtype}; it must hold labels, int64 or int32")
+    check_ignored(NAME, "target", target, call.ignore_index)
     shapes = {"target": (target, x.shape[:2]), "bias": (call.bias, weight.shape[:1])}
     for name, (value, shape) in shapes.items():
         if value is not None and value.shape != shape:

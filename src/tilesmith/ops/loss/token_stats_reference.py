@@ -148,8 +148,9 @@ def _logit_grads(
     wide = (torch.zeros_like(lse) if g is None else g.to(lse.dtype) for g in given)
     dchosen, dentropy, dlse = (torch.where(counted, g, 0.0)[..., None] for g in wide)
     log_p = z - lse[..., None]
-    tilt = torch.where(z == float("-inf"), 0.0, log_p + entropy[..., None])
-    grad = log_p.exp() * (dlse - dchosen - dentropy * tilt)
+    p = log_p.exp()
+    tilt = torch.where(p == 0, 0.0, log_p + entropy[..., None])  # as far away as masks go, its product would overflow
+    grad = p * (dlse - dchosen - dentropy * tilt)
     grad = grad.scatter_add(-1, label[..., None], dchosen)
     if terms.softcap:
         grad = grad * (1 - (z / terms.softcap).square())

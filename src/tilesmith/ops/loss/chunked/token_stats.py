@@ -88,7 +88,7 @@ def _turn(
         dchosen, tilted, dtop = (g[rows].to(lse.dtype)[:, None] for g in (dlog_probs, dentropy, dlse))
         z.sub_(lse[rows][:, None])
         p = z.exp()
-        z.masked_fill_(z == float("-inf"), 0.0).add_(entropy[rows][:, None]).mul_(-tilted).add_(dtop - dchosen).mul_(p)
+        z.add_(entropy[rows][:, None]).masked_fill_(p == 0, 0.0).mul_(-tilted).add_(dtop - dchosen).mul_(p)
         z.scatter_add_(-1, label[:, None], dchosen)
         if slope is not None:
             z.mul_(slope)

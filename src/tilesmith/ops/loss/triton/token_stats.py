@@ -107,8 +107,9 @@ def token_stats_vjp_kernel(
         capped = tanh(z / softcap)
         z, slope = capped * softcap, 1.0 - capped * capped
     log_p = z - lse
-    tilt = tl.where(z == float("-inf"), 0.0, log_p + entropy)
-    grad = tl.exp2(log_p * LOG2E) * (dlse - dchosen - dentropy * tilt) + tl.where(at == label, dchosen, 0.0)
+    p = tl.exp2(log_p * LOG2E)
+    tilt = tl.where(p == 0, 0.0, log_p + entropy)  # as far away as masks go, its product would overflow
+    grad = p * (dlse - dchosen - dentropy * tilt) + tl.where(at == label, dchosen, 0.0)
     grad = grad * slope
     grad = tl.where((label >= 0) & (label < cols), grad * scale, float("nan"))
     if out_ptr is None:
