@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tilesmith import ops
+from tilesmith.ops.quant.packed_reference import OUTPUTS, weight_of
 from tilesmith.precision import (
     AllocationStrategy,
     PackedLinear,
@@ -22,7 +23,7 @@ from tilesmith.precision import (
 from tilesmith.precision.adaptive.allocation import allocate
 from tilesmith.precision.adaptive.choice import dealt, uniform
 from tilesmith.precision.adaptive.config import WIDTHS
-from tilesmith.precision.adaptive.layer import code_bytes, overhead_bytes, pack_layer
+from tilesmith.precision.adaptive.layer import code_bytes, overhead_bytes, pack_layer, packed_of
 from tilesmith.precision.adaptive.layers import bytes_of
 from tilesmith.precision.adaptive.quantizer import gptq, group_parameters, nearest
 
@@ -162,6 +163,22 @@ def test_a_packed_layer_is_the_product_with_its_weight(bias):
     error = (weight - layer.weight).abs().unflatten(1, (3, 64)).amax(2)
     by_width = {int(w): error[widths.repeat_interleave(16, 0)[:40] == w].max() for w in widths.unique()}
     assert sorted(by_width.values(), reverse=True) == [by_width[w] for w in sorted(by_width)]
+
+
+@pytest.mark.parametrize("widths", [*([w] for w in WIDTHS), [2, 8], WIDTHS])
+@pytest.mark.parametrize("rows, groups", [(1, 1), (40, 3), (700, 24)])  # 700 x 1536 is more than is unpacked at once
+def test_a_cpu_unpacks_by_words_and_finds_the_same_weight(widths, rows, groups):
+    torch.manual_seed(0)
+    strips = -(-rows // 16)
+    mix = torch.tensor(widths)[torch.randint(len(widths), (strips, groups))]
+    packed = packed_of(torch.randn(rows, 64 * groups), torch.rand(rows, groups), 9 * torch.rand(rows, groups), mix)
+    packed["codes"].random_(-(2**31), 2**31)  # any 32 bits are codes, those of a negative number too
+    packed["scale"][0, 0, 0], packed["zero"][-1, -1, -1] = torch.inf, torch.nan
+    tables = list(packed.values())
+    assert ops.dequantize_packed.explain(*tables, rows).kernel.backend == "aten"
+    for name, dtype in OUTPUTS.items():
+        wanted = weight_of(*tables, rows).to(dtype)
+        torch.testing.assert_close(ops.dequantize_packed(*tables, rows, name), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_casts_leave_the_scales():
