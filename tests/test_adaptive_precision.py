@@ -140,6 +140,62 @@ def test_groups_of_one_value(value):
     assert (got - weight).abs().max() <= abs(value) * 2**-10 + 2**-24
 
 
+class _Chosen(nn.Module):
+    """Experts that are linear layers, the first for most tokens, the second for few, the third for none. calls_all:
+    whether the third is called with no rows."""
+
+    def __init__(self, calls_all):
+        super().__init__()
+        self.experts, self.shared = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 64)
+        self.calls_all = calls_all
+
+    def forward(self, x):
+        chosen, out = (x[:, 0] > 1.5).long(), self.shared(x)
+        for i, expert in enumerate(self.experts):
+            at = (chosen == i).nonzero()[:, 0]
+            if self.calls_all or at.numel():
+                out = out.index_add(0, at, expert(x[at]))
+        return out
+
+
+class _Pooled(nn.Module):
+    """Layers of which the first sees a row for each token, the second one for each sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)).mean(1))
+
+
+@pytest.mark.parametrize("make, shape", [(lambda: _Chosen(False), (2048, 64)), (_Pooled, (128, 16, 64))])
+def test_a_predicted_distance_is_that_of_the_layer_whichever_rows_it_sees(make, shape):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    y = model(x).detach()
+    sensitivity = analyze_precision_opportunities(model, x)["sensitivity"]
+    for name in sorted(set(sensitivity) - {"experts.2"}):
+        layer = model.get_submodule(name)
+        weight = layer.weight.detach().clone()
+        layer.weight.data.copy_(pack_layer(layer, torch.full((4, 1), 4)).dequantized())
+        measured = float((model(x).detach() - y).square().mean() / y.square().mean())
+        layer.weight.data.copy_(weight)
+        assert 0.6 < sensitivity[name] / measured < 1.6, name
+
+
+@pytest.mark.parametrize("calls_all", [False, True])
+@pytest.mark.parametrize("strategy", [ENTROPY, FISHER])
+def test_an_expert_that_no_row_reaches_counts_as_an_average_one(calls_all, strategy, caplog):
+    torch.manual_seed(0)
+    config = PrecisionConfig(target_memory_reduction=0.6, allocation_strategy=strategy)
+    packed = create_ultra_precision_module(_Chosen(calls_all), config, calibration=torch.randn(64, 64))
+    assert "no calibration row reached experts.2" in caplog.text
+    layers = packed.get_precision_stats().layers
+    assert packed.get_precision_stats().strategy == strategy.value
+    assert layers["experts.2"].bits > 3.5 and layers["experts.0"].bits >= layers["experts.2"].bits
+
+
 # packed layers ------------------------------------------------------------------------------------------------------
 
 
