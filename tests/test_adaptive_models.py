@@ -107,3 +107,26 @@ def test_stacked_experts_are_named():
     assert "stacked experts" in analyze_precision_opportunities(layer, _inputs(4))["skipped"]["experts"]
     with pytest.raises(ValueError, match="no linear layer is eligible .experts: its weights are stacked experts"):
         create_ultra_precision_module(nn.ModuleDict({"experts": layer.experts}))
+
+
+class _Reader(nn.Module):
+    """Reads the weight of one of its layers, as T5's feed-forward does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)).to(self.second.weight.dtype))
+
+
+def test_a_layer_whose_weight_is_read_stays():
+    model, x = nn.Sequential(_Reader(), _Reader()).half(), torch.randn(3, 64).half()
+    packed = create_ultra_precision_module(model, PrecisionConfig(target_memory_reduction=0.2))
+    stats = packed.get_precision_stats()
+    assert set(stats.layers) == {"0.first", "1.first"}
+    assert "the forward of _Reader reads its weight" in stats.skipped["1.second"]
+    torch.testing.assert_close(packed(x), model(x), rtol=0.1, atol=0.1)
+    with pytest.raises(AttributeError, match="PackedLinear has no weight.*dequantized"):
+        _ = packed.model[0].first.weight
+    assert not hasattr(packed.model[0].first, "weight")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tilesmith import ops
+from tilesmith.ops.quant.packed_reference import OUTPUTS, weight_of
 from tilesmith.precision import (
     AllocationStrategy,
     PackedLinear,
@@ -22,7 +23,7 @@ from tilesmith.precision import (
 from tilesmith.precision.adaptive.allocation import allocate
 from tilesmith.precision.adaptive.choice import dealt, uniform
 from tilesmith.precision.adaptive.config import WIDTHS
-from tilesmith.precision.adaptive.layer import code_bytes, overhead_bytes, pack_layer
+from tilesmith.precision.adaptive.layer import code_bytes, overhead_bytes, pack_layer, packed_of
 from tilesmith.precision.adaptive.layers import bytes_of
 from tilesmith.precision.adaptive.quantizer import gptq, group_parameters, nearest
 
@@ -139,6 +140,62 @@ def test_groups_of_one_value(value):
     assert (got - weight).abs().max() <= abs(value) * 2**-10 + 2**-24
 
 
+class _Chosen(nn.Module):
+    """Experts that are linear layers, the first for most tokens, the second for few, the third for none. calls_all:
+    whether the third is called with no rows."""
+
+    def __init__(self, calls_all):
+        super().__init__()
+        self.experts, self.shared = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 64)
+        self.calls_all = calls_all
+
+    def forward(self, x):
+        chosen, out = (x[:, 0] > 1.5).long(), self.shared(x)
+        for i, expert in enumerate(self.experts):
+            at = (chosen == i).nonzero()[:, 0]
+            if self.calls_all or at.numel():
+                out = out.index_add(0, at, expert(x[at]))
+        return out
+
+
+class _Pooled(nn.Module):
+    """Layers of which the first sees a row for each token, the second one for each sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)).mean(1))
+
+
+@pytest.mark.parametrize("make, shape", [(lambda: _Chosen(False), (2048, 64)), (_Pooled, (128, 16, 64))])
+def test_a_predicted_distance_is_that_of_the_layer_whichever_rows_it_sees(make, shape):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    y = model(x).detach()
+    sensitivity = analyze_precision_opportunities(model, x)["sensitivity"]
+    for name in sorted(set(sensitivity) - {"experts.2"}):
+        layer = model.get_submodule(name)
+        weight = layer.weight.detach().clone()
+        layer.weight.data.copy_(pack_layer(layer, torch.full((4, 1), 4)).dequantized())
+        measured = float((model(x).detach() - y).square().mean() / y.square().mean())
+        layer.weight.data.copy_(weight)
+        assert 0.6 < sensitivity[name] / measured < 1.6, name
+
+
+@pytest.mark.parametrize("calls_all", [False, True])
+@pytest.mark.parametrize("strategy", [ENTROPY, FISHER])
+def test_an_expert_that_no_row_reaches_counts_as_an_average_one(calls_all, strategy, caplog):
+    torch.manual_seed(0)
+    config = PrecisionConfig(target_memory_reduction=0.6, allocation_strategy=strategy)
+    packed = create_ultra_precision_module(_Chosen(calls_all), config, calibration=torch.randn(64, 64))
+    assert "no calibration row reached experts.2" in caplog.text
+    layers = packed.get_precision_stats().layers
+    assert packed.get_precision_stats().strategy == strategy.value
+    assert layers["experts.2"].bits > 3.5 and layers["experts.0"].bits >= layers["experts.2"].bits
+
+
 # packed layers ------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +219,22 @@ def test_a_packed_layer_is_the_product_with_its_weight(bias):
     error = (weight - layer.weight).abs().unflatten(1, (3, 64)).amax(2)
     by_width = {int(w): error[widths.repeat_interleave(16, 0)[:40] == w].max() for w in widths.unique()}
     assert sorted(by_width.values(), reverse=True) == [by_width[w] for w in sorted(by_width)]
+
+
+@pytest.mark.parametrize("widths", [*([w] for w in WIDTHS), [2, 8], WIDTHS])
+@pytest.mark.parametrize("rows, groups", [(1, 1), (40, 3), (700, 24)])  # 700 x 1536 is more than is unpacked at once
+def test_a_cpu_unpacks_by_words_and_finds_the_same_weight(widths, rows, groups):
+    torch.manual_seed(0)
+    strips = -(-rows // 16)
+    mix = torch.tensor(widths)[torch.randint(len(widths), (strips, groups))]
+    packed = packed_of(torch.randn(rows, 64 * groups), torch.rand(rows, groups), 9 * torch.rand(rows, groups), mix)
+    packed["codes"].random_(-(2**31), 2**31)  # any 32 bits are codes, those of a negative number too
+    packed["scale"][0, 0, 0], packed["zero"][-1, -1, -1] = torch.inf, torch.nan
+    tables = list(packed.values())
+    assert ops.dequantize_packed.explain(*tables, rows).kernel.backend == "aten"
+    for name, dtype in OUTPUTS.items():
+        wanted = weight_of(*tables, rows).to(dtype)
+        torch.testing.assert_close(ops.dequantize_packed(*tables, rows, name), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_casts_leave_the_scales():

@@ -1,6 +1,7 @@
 """Products of 8-bit numbers by PyTorch's scaled matmul (cuBLASLt on CUDA, oneDNN on a CPU), and of packed weights that
 are dequantised first."""
 
+import sys
 from functools import cache
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilesmith.engine import register_kernel, torch_private
-from tilesmith.ops.quant import packed_op, reference
+from tilesmith.ops.quant import packed_op, reference, unpack
 from tilesmith.ops.quant.reference import BLOCK, OUTPUTS
 
 # eps of sums of 8-bit products on Ada and Hopper, which keep 13 bits behind the leading one (arXiv:2412.19437, 3.3.2)
@@ -168,6 +169,23 @@ NAMES = {dtype: name for name, dtype in OUTPUTS.items()}
 def _rejects_packed(call) -> list[str]:
     x = call.x if hasattr(call, "x") else call.dy
     return [] if x.dtype in NAMES else [f"the tensors are {x.dtype}; the weight is made in 16 or 32 bits"]
+
+
+def _rejects_unpacking(call) -> list[str]:
+    reasons = [] if call.arch.kind == "cpu" else [f"{call.arch.kind} was not tried"]
+    if sys.byteorder != "little":
+        reasons.append(f"this machine is {sys.byteorder}-endian; words are split as on a little-endian one")
+    if call.scale.dtype == torch.float64:
+        reasons.append("scale is torch.float64; codes are scaled in float32")
+    return reasons
+
+
+@register_kernel("dequantize_packed", backend="aten", rank=10, rejects=_rejects_unpacking)
+def dequantize_packed(
+    codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int, dtype: str = "float16"
+) -> Tensor:
+    """The weight, a million elements at a time."""
+    return unpack.dequantized(codes, scale, zero, order, strips, rows, OUTPUTS[dtype])
 
 
 @register_kernel("dequant_linear", backend="aten", rank=10, rejects=_rejects_packed)

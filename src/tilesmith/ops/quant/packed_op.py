@@ -126,7 +126,7 @@ dequantize_packed = Op(
     fake=_fake_dequantize,
     outputs=("weight",),
     check=_check_dequantize,
-    kernels={**TRITON, "hopper": "tilesmith.ops.quant.hopper.packed"},
+    kernels={**TRITON, "hopper": "tilesmith.ops.quant.hopper.packed", "aten": "tilesmith.ops.quant.aten"},
 )
 dequant_linear_vjp = Op(
     reference.dequant_linear_vjp,

@@ -13,7 +13,7 @@ is the place of a tile among those of its strip, which lie in the order of their
          side are one thread's in the four products of a group.
   scale, zero  float16 [S, G, 16]: of each row of a tile, by slot.
   order  int16 [S, G]: the group that is at a slot; a permutation in each strip.
-  strips int32 [S, 5]: a strip's first word, then the number of its slots of up to 2, 3, 4 and 6 bits.
+  strips int32 [S, 5]: a strip's first word, a multiple of 32, then the number of its slots of up to 2, 3, 4 and 6 bits.
 """
 
 import torch

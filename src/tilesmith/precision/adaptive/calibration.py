@@ -24,8 +24,9 @@ class Calibration:
     held_out: tuple[Any, ...]
     loss_fn: Loss | None
 
-    def objective(self, model: nn.Module, batch: Any, generator: torch.Generator) -> Tensor:
-        """A scalar the mean squares of whose gradients are a Fisher information, of the batch's rows added up.
+    def objective(self, model: nn.Module, batch: Any, generator: torch.Generator) -> tuple[Tensor, int]:
+        """A scalar the mean squares of whose gradients are a Fisher information, of the batch's positions added up, and
+        how many these are.
 
         Of a loss_fn: the loss times the number of positions that it averages. Of a model with logits: cross-entropy of
         labels that the model itself draws. Of any other output: its product with random signs, which stands for half
@@ -33,14 +34,14 @@ class Calibration:
         """
         if self.loss_fn is not None:
             loss = _scalar(self.loss_fn(model, batch))
-            return loss * positions(batch)
+            return loss * positions(batch), positions(batch)
         kind, out = output_of(call(model, batch))
         if kind == "logits":
             flat = out.float().flatten(0, -2)
             drawn = torch.multinomial(flat.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-            return F.cross_entropy(flat, drawn.to(flat.device), reduction="sum")
+            return F.cross_entropy(flat, drawn.to(flat.device), reduction="sum"), len(flat)
         signs = torch.randint(0, 2, out.shape, generator=generator).to(out.device) * 2 - 1
-        return (out.float() * signs).sum()
+        return (out.float() * signs).sum(), out.shape[:-1].numel()
 
     def references(self, model: nn.Module) -> list[Tensor] | None:
         """The original outputs on the held-out batches; None where a loss_fn needs none."""

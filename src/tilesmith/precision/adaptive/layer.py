@@ -36,6 +36,14 @@ class PackedLinear(nn.Module):
         y = ops.dequant_linear(input, *(getattr(self, name) for name in PARTS), self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "PackedLinear has no weight, only codes; dequantized() makes one of them. Merge an adapter before its "
+                "base layer is packed"
+            )
+        return super().__getattr__(name)
+
     def dequantized(self, dtype: str = "float32") -> Tensor:
         """The weight [out_features, in_features] that the codes stand for."""
         return ops.dequantize_packed(*(getattr(self, name) for name in PARTS), self.out_features, dtype)

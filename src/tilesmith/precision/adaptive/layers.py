@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
+import functools
+import inspect
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +20,7 @@ from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
 from tilesmith.precision.adaptive.layer import misfit_of
 from tilesmith.precision.experts import stacked
-from tilesmith.rewrite import forms, observed, original_class
+from tilesmith.rewrite import CannotRespell, forms, observed, original_class, parse
 
 _ALONE = {"BiasForm", "HeadForm"}  # what `optimize` makes of a linear layer by itself; packed, it needs neither
 
@@ -48,7 +52,7 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
             if p is not None:
                 owners.setdefault(id(p), []).append(f"{prefix}.{name}".lstrip("."))
     chosen, left = {}, {}
-    wrappers = wrappers_of(model)
+    wrappers, readers = wrappers_of(model), _readers(model)
     for name, module in model.named_modules():
         if stacked(module):
             left[name] = "its weights are stacked experts, [experts, rows, columns]; only linear layers are packed"
@@ -63,6 +67,8 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
             left[name] = "its forward or its weight was replaced on the instance"
         elif observed(module):
             left[name] = "it has hooks, which nobody would call on a packed layer; remove them, or hook what holds it"
+        elif id(module) in readers:
+            left[name] = f"the forward of {readers[id(module)]} reads its weight, which a packed layer has not"
         elif adapter := reason_to_leave(name, wrappers):
             left[name] = adapter
         elif shared:
@@ -74,6 +80,31 @@ def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
             left |= {name: misfit} if misfit else {}
             chosen |= {} if misfit else {name: module}
     return chosen, left
+
+
+def _readers(model: nn.Module) -> dict[int, str]:
+    """By ids of layers the class whose forward reads their weight beside calling them, as T5's asks for its dtype."""
+    found = {}
+    for holder in model.modules():
+        cls = original_class(type(holder))
+        for name in _weights_read(cls) & holder._modules.keys():
+            found[id(holder._modules[name])] = cls.__name__
+    return found
+
+
+@functools.cache
+def _weights_read(cls: type) -> frozenset[str]:
+    """The children NAME of which a forward reads `self.NAME.weight`, as far as its source tells."""
+    forward = inspect.unwrap(cls.forward)
+    try:
+        tree = parse(forward) if isinstance(forward, types.FunctionType) else None
+    except CannotRespell:
+        tree = None
+    if tree is None or not tree.args.args:
+        return frozenset()
+    own, chains = tree.args.args[0].arg, (ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+    parts = (chain.split(".") for chain in chains)
+    return frozenset(part[1] for part in parts if len(part) == 3 and part[0] == own and part[2] == "weight")
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:

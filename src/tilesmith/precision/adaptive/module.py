@@ -207,6 +207,12 @@ class _Packer:
             static = config.quantization_mode is QuantizationMode.STATIC
             self.seen = observe(work, layers, given, hessians=static)
             self.information = informations(self.seen, config)
+            unseen = [name for name, one in self.seen.items() if not one.rows]
+            if unseen:
+                log.warning(
+                    "%s: no calibration row reached %s (%d layers in all), which are taken for average; pass more data",
+                    OP, ", ".join(unseen[:3]), len(unseen),
+                )  # fmt: skip
 
     def packed(self, widths: Widths) -> dict[str, PackedLinear]:
         return {name: self.one(name, w) for name, w in widths.items()}

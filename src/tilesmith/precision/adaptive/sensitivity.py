@@ -23,6 +23,8 @@ class Seen:
 
     fisher: [N, K], squares of output gradients times squares of inputs, which is the diagonal of the Fisher information
     of rows that are independent. inputs: [K] and gradients: [N], the sums of either. hessian: [K, K], sums of x x^T.
+    rows: those of the layer's own input. positions: those of the model's output, the same for all layers: what an
+    expert that few tokens choose does to the loss is spread over all of them.
     """
 
     fisher: Tensor
@@ -30,10 +32,11 @@ class Seen:
     gradients: Tensor
     hessian: Tensor | None
     rows: int = 0
+    positions: int = 0
 
     def information(self, config: PrecisionConfig) -> Tensor:
-        """The Fisher information [N, K] of a row of the data, its factors weighted as the config says."""
-        found = self.fisher / max(1, self.rows)
+        """The Fisher information [N, K] of a position of the data, its factors weighted as the config says."""
+        found = self.fisher / max(1, self.positions)
         for weight, default, factor in (
             (config.gradient_weight, 0.3, self.gradients[:, None]),
             (config.activation_weight, 0.4, self.inputs[None, :]),
@@ -47,7 +50,8 @@ class Seen:
 def observe(
     model: nn.Module, layers: Mapping[str, nn.Linear], calibration: Calibration, hessians: bool
 ) -> dict[str, Seen]:
-    """What each layer sees while the model runs on the calibration batches.
+    """What each layer sees while the model runs on the calibration batches. A layer that no row reaches, as an expert
+    may be, is taken to be reached by one of average information, or it would look as if no error in it mattered.
 
     The model's parameters and their gradients stay as they are. Raises ValueError where the loss has no gradients.
     """
@@ -66,7 +70,7 @@ def observe(
             layer.weight.requires_grad_(True)
         for batch in calibration.batches:
             with torch.enable_grad():
-                total = calibration.objective(model, batch, generator)
+                total, positions = calibration.objective(model, batch, generator)
                 if not total.requires_grad:
                     raise ValueError(
                         "calibration: the loss has no gradients, which show the weights that it notices: the model's "
@@ -76,12 +80,26 @@ def observe(
             for (name, x, _), dy in zip(calls, found):
                 _add(seen[name], x, dy)
             calls.clear()
+            for one in seen.values():
+                one.positions += positions
     finally:
         for handle in handles:
             handle.remove()
         for name, layer in layers.items():
             layer.weight.requires_grad_(asked[name])
+    _suppose([one for one in seen.values() if not one.rows], [one for one in seen.values() if one.rows])
     return seen
+
+
+def _suppose(unseen: list[Seen], others: list[Seen]) -> None:
+    """Give layers that no row reached the information of one row, as an average weight of the others has it."""
+    if not unseen or not others:
+        return
+    average = sum(float(one.fisher.mean()) / one.rows for one in others) / len(others)
+    for one in unseen:
+        one.fisher.fill_(average)
+        one.inputs.fill_(1.0)
+        one.gradients.fill_(1.0)
 
 
 def _nothing(layer: nn.Linear, hessians: bool) -> Seen:
@@ -105,6 +123,8 @@ def _recorder(name: str, calls: list):
 @torch.no_grad()
 def _add(seen: Seen, x: Tensor, dy: Tensor | None) -> None:
     x = x.flatten(0, -2).float() if x.ndim > 1 else x[None].float()
+    if not len(x):
+        return
     seen.rows += len(x)
     seen.inputs += x.square().sum(0)
     if seen.hessian is not None:
