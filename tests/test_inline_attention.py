@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import family_models
 from optimize_models import Calls, assert_within_budget, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
 from tilesmith.models import optimize, undo
@@ -371,8 +372,9 @@ def test_models_that_spell_attention_out_generate_the_same(family):
     with Calls() as calls:
         found = model.generate(**inputs, **options)
     assert torch.equal(found, wanted) and calls["attention"] == 10
-    for f, w in zip(model(**inputs, output_attentions=True).attentions, weights):
-        torch.testing.assert_close(torch.as_tensor(f[:, :] * 1.0), w, rtol=1e-4, atol=1e-5)
+    found = model(**inputs, output_attentions=True).attentions
+    assert {type(x) for x in found} == {torch.Tensor}
+    torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-5)
 
 
 def test_without_a_kernel_the_products_are_those_of_torch():
@@ -430,3 +432,26 @@ def test_a_method_that_does_more_than_a_softmax_is_said():
     (row,) = [row for row in model.tilesmith_report.rows if row.rule == "attention"]
     assert "its softmax stands in its method weights" in row.reason
     assert not any(isinstance(form, InlineAttentionForm) for form in forms(model[0]))
+
+
+def test_hooks_that_transformers_leaves_behind_count_while_they_capture():
+    """`output_hidden_states` and `output_attentions` install hooks once, on modules of the whole model, for good."""
+    model = family_models.build("masked_lm/convbert").eval()
+    inputs = {name: x for name, x in family_models.inputs_of("masked_lm/convbert", model).items() if name != "labels"}
+    with torch.no_grad():
+        wanted = model(**inputs, output_attentions=True)
+    optimize(model)
+
+    def attended(**asked):
+        with Calls() as calls:
+            out = model(**inputs, **asked)
+        torch.testing.assert_close(out.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+        return calls.get("attention", 0), out.attentions
+
+    with torch.no_grad():
+        assert attended(output_attentions=False) == (2, None)
+        count, weights = attended(output_attentions=True)
+        assert count == 0
+        torch.testing.assert_close(weights, wanted.attentions, rtol=1e-4, atol=1e-5)
+        assert attended() == (2, None)
+    assert attended()[0] == 0  # a checkpointed block would run again outside of the call

@@ -22,10 +22,11 @@ from tilesmith.engine import torch_private
 from tilesmith.models.blocks import Call, checkpoints, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
-from tilesmith.models.reach import all_observed, observed
+from tilesmith.models.reach import all_observed
 from tilesmith.models.recorded import CannotRecord, Memory, Recorded
 from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
 from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
+from tilesmith.rewrite import observed
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2

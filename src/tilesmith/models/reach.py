@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from tilesmith.engine import ops as declared
 from tilesmith.engine import torch_private
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.choice import pinned
-from tilesmith.rewrite import CALLS, Report, observed, original_class, probe
+from tilesmith.rewrite import CALLS, Report, original_class, probe
+from tilesmith.rewrite import observed as hooked
 
 
 def reaches(op: str, x: Tensor) -> bool:
@@ -26,6 +28,30 @@ def reaches(op: str, x: Tensor) -> bool:
 def reaches_device(op: str, kind: str) -> bool:
     """The same for the devices of a type."""
     return bool(pinned(op)) or _has_kernel(op, kind)
+
+
+def observed(module: nn.Module) -> bool:
+    """Whether somebody sees or changes what `module` takes and returns in this call. What outlasts the call, such as a
+    recording, asks for `rewrite.observed` instead: hooks that are idle now may not be so later."""
+    return hooked(module) and (torch.compiler.is_compiling() or not _captures_idly(module))
+
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def _captures_idly(module: nn.Module) -> bool:
+    """Whether the hooks of a module are only those that transformers leaves on it for good where `output_attentions` or
+    `output_hidden_states` was asked for once, in a call without gradients that asks for nothing.
+
+    With gradients they count as before: a checkpointed block runs again outside of the call that asked.
+    """
+    if torch.is_grad_enabled():
+        return False
+    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+    others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if collector is None or any(others) or "forward" in module.__dict__ or collector.get():
+        return False
+    return all(getattr(hook, "__module__", "") == _CAPTURING for hook in module._forward_hooks.values())
 
 
 Settings = tuple[tuple[str, Any], ...]  # of `probe.settings_of`

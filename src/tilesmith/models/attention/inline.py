@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tilesmith.models.attention.modules import uses_interface
-from tilesmith.models.attention.scores import scores, scores_added
+from tilesmith.models.attention.scores import as_tensors, scores, scores_added
 from tilesmith.models.reach import observed
 from tilesmith.rewrite import (
     CannotRespell,
@@ -71,6 +71,22 @@ class InlineAttentionForm(Form):
         return {"forward": forward}
 
 
+@dataclass(frozen=True)
+class WeightsForm(Form):
+    """A module that hands on weights which a module in it returns unasked: tensors where it is asked for them."""
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        whole = base.forward
+        place = list(inspect.signature(whole).parameters).index("output_attentions") - 1
+
+        @functools.wraps(whole)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            out = whole(self, *args, **kwargs)
+            return as_tensors(out) if given("output_attentions", place, args, kwargs) else out
+
+        return {"forward": forward}
+
+
 class InlineAttentionRule(Rule):
     """Modules whose forward gives a product of two tensors to a softmax."""
 
@@ -78,7 +94,10 @@ class InlineAttentionRule(Rule):
     part = "attention"
 
     def match(self, site: Site) -> Replace | Skip | None:
-        found = None if uses_interface(site.module) else _verdict(original_class(type(site.module)))
+        found = _verdict_of(site.module)
+        if found is None and _asked(original_class(type(site.module))) and any(map(_unasked, site.module.children())):
+            told = "hands on the weights of an attention that is not told whether they are asked for"
+            return Replace(WeightsForm(), (), told, computes=False)
         if found is None:
             return None
         if found:
@@ -88,6 +107,25 @@ class InlineAttentionRule(Rule):
             "bias, mask, softmax and dropout, they are computed; weights that it returns unasked, when they are read"
         )
         return Replace(InlineAttentionForm(softmax_methods(original_class(type(site.module)))), ("attention",), told)
+
+
+def _verdict_of(module: nn.Module) -> str | None:
+    """`_verdict` of a module, None where it gives its attention to transformers' interface."""
+    return None if uses_interface(module) else _verdict(original_class(type(module)))
+
+
+@functools.cache
+def _asked(cls: type) -> bool:
+    """Whether callers tell the modules of a class that they want weights."""
+    try:
+        return "output_attentions" in inspect.signature(cls.forward).parameters
+    except (AttributeError, TypeError, ValueError):  # of a scripted module
+        return False
+
+
+def _unasked(module: nn.Module) -> bool:
+    """Whether a module's scores can be followed, and it may return weights that nobody asked it for."""
+    return not _asked(original_class(type(module))) and _verdict_of(module) == ""
 
 
 @functools.cache

@@ -110,17 +110,17 @@ class Scores:
     def __mul__(self, other: Any) -> Scores | Tensor:
         if isinstance(other, (int, float)):
             return self._scaled(float(other), lambda x: x * other)
-        return self.tensor() * _real(other)
+        return self.tensor() * as_tensors(other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Scores | Tensor:
         if isinstance(other, (int, float)) and other:
             return self._scaled(1.0 / other, lambda x: x / other)
-        return self.tensor() / _real(other)
+        return self.tensor() / as_tensors(other)
 
     def __add__(self, other: Any) -> Scores | Tensor:
-        other = _real(other)
+        other = as_tensors(other)
         have = self.recorded
         if not isinstance(other, Tensor) or have.normalised or not other.is_floating_point():
             return self.tensor() + other
@@ -132,17 +132,17 @@ class Scores:
     __radd__ = __add__
 
     def __imul__(self, other: Any) -> Scores:
-        return self._become(self * other if self.known is None else self.known.mul_(_real(other)))
+        return self._become(self * other if self.known is None else self.known.mul_(as_tensors(other)))
 
     def __itruediv__(self, other: Any) -> Scores:
-        return self._become(self / other if self.known is None else self.known.div_(_real(other)))
+        return self._become(self / other if self.known is None else self.known.div_(as_tensors(other)))
 
     def __iadd__(self, other: Any) -> Scores:
-        return self._become(self + other if self.known is None else self.known.add_(_real(other)))
+        return self._become(self + other if self.known is None else self.known.add_(as_tensors(other)))
 
     def masked_fill(self, mask: Any, value: Any) -> Scores | Tensor:
         """As `Tensor.masked_fill`; followed where the value hides keys."""
-        mask, value, have = _real(mask), _real(value), self.recorded
+        mask, value, have = as_tensors(mask), as_tensors(value), self.recorded
         hides = isinstance(value, (int, float)) and value <= HIDDEN and not have.normalised
         hidden = have.placed(mask) if hides and mask.dtype is torch.bool else None
         after = None if hidden is None else replace(have, hidden=(*have.hidden, hidden))
@@ -150,7 +150,7 @@ class Scores:
 
     def masked_fill_(self, mask: Any, value: Any) -> Scores:
         fill = self.masked_fill if self.known is None else self.known.masked_fill_
-        return self._become(fill(_real(mask), _real(value)))
+        return self._become(fill(as_tensors(mask), as_tensors(value)))
 
     def view(self, *shape: Any) -> Scores | Tensor:
         """As `Tensor.view`; followed between [B, H, T, S] and [B·H, T, S]."""
@@ -172,7 +172,7 @@ class Scores:
         given = (*where, *named.values())
         if len(given) == 1 and isinstance(given[0], torch.dtype) and given[0].is_floating_point:
             return self._then(replace(self.recorded, dtype=given[0]), lambda x: x.to(given[0]))
-        return self.tensor().to(*map(_real, where), **named)
+        return self.tensor().to(*map(as_tensors, where), **named)
 
     def float(self) -> Scores | Tensor:
         return self.to(torch.float32)
@@ -202,7 +202,7 @@ class Scores:
 
     def values(self, v: Any) -> Tensor:
         """The product with the values."""
-        v = _real(v)
+        v = as_tensors(v)
         out = self.recorded.attended(v) if self.known is None and self.recorded.normalised else None
         if out is None:
             return torch.matmul(self.tensor(), v)
@@ -215,13 +215,13 @@ class Scores:
     matmul = bmm = values
 
     def __rmatmul__(self, other: Any) -> Tensor:
-        return torch.matmul(_real(other), self.tensor())
+        return torch.matmul(as_tensors(other), self.tensor())
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor()[_real(index)]
+        return self.tensor()[as_tensors(index)]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.tensor()[index] = _real(value)
+        self.tensor()[index] = as_tensors(value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -246,14 +246,13 @@ class Scores:
         if name is not None and args and isinstance(args[0], Scores):
             return getattr(args[0], name)(*args[1:], **{n: v for n, v in kwargs.items() if n != "_stacklevel"})
         if function in _AS and len(args) == 2 and isinstance(args[1], Scores):
-            return _AS[function](_real(args[0]), args[1].shape)
+            return _AS[function](as_tensors(args[0]), args[1].shape)
         if function is torch.where and len(args) == 3 and not kwargs and isinstance(args[1], Scores):
             keep, scores, other = args
             value = other.item() if isinstance(other, Tensor) and other.ndim == 0 and other.is_cpu else other
-            return (
-                scores.masked_fill(~_real(keep), value) if isinstance(value, float) else torch.where(*map(_real, args))
-            )
-        return function(*map(_real, args), **{n: _real(value) for n, value in kwargs.items()})
+            if isinstance(value, float):
+                return scores.masked_fill(~as_tensors(keep), value)
+        return function(*map(as_tensors, args), **{n: as_tensors(value) for n, value in kwargs.items()})
 
 
 _AS = {Tensor.expand_as: Tensor.expand, Tensor.reshape_as: Tensor.reshape, Tensor.view_as: Tensor.view}
@@ -274,7 +273,7 @@ _FOLLOWED: dict[Any, str] = {
 
 def _materialising(name: str) -> Callable[..., Any]:
     def method(self: Scores, *args: Any) -> Any:
-        return getattr(self.tensor(), name)(*map(_real, args))
+        return getattr(self.tensor(), name)(*map(as_tensors, args))
 
     return method
 
@@ -285,9 +284,10 @@ for _name in _OPERATORS.split():
 Scores.__hash__ = object.__hash__
 
 
-def _real(value: Any) -> Any:
+def as_tensors(value: Any) -> Any:
+    """The values of `Scores`, alone or in lists and tuples; anything else as it is."""
     if type(value) in (list, tuple):
-        return type(value)([_real(one) for one in value])
+        return type(value)([as_tensors(one) for one in value])
     return value.tensor() if isinstance(value, Scores) else value
 
 
@@ -311,7 +311,7 @@ def scores_added(
     """torch.baddbmm(added, batch1, batch2, beta=beta, alpha=alpha), followed as `scores` is."""
     found = scores(module, batch1, batch2)
     if not isinstance(found, Scores) or not isinstance(added, Tensor):
-        return torch.baddbmm(_real(added), batch1, batch2, beta=beta, alpha=alpha)
+        return torch.baddbmm(as_tensors(added), batch1, batch2, beta=beta, alpha=alpha)
     bias = found.recorded.placed(added)
     if bias is None:
         return torch.baddbmm(added, batch1, batch2, beta=beta, alpha=alpha)

@@ -22,7 +22,8 @@ from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.generation.recording import RecordedSteps, StepRecorder
 from tilesmith.models.generation.scores import StaticProcessor, stand_in
 from tilesmith.models.generation.token_state import TokenState
-from tilesmith.models.reach import all_observed, observed
+from tilesmith.models.reach import all_observed
+from tilesmith.rewrite import observed
 
 RECORDER: Callable[[], StepRecorder] = CudaRecorder
 LOOK_EVERY = 8

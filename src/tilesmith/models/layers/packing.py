@@ -20,9 +20,20 @@ from torch import Tensor, nn
 
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
 from tilesmith.models.layers.packed_products import Group, pack, tensors_of, unpack
-from tilesmith.models.reach import observed
 from tilesmith.nn import GatedMLP
-from tilesmith.rewrite import CannotRespell, Form, Replace, Rule, Site, Skip, flow, forms, original_class, parse
+from tilesmith.rewrite import (
+    CannotRespell,
+    Form,
+    Replace,
+    Rule,
+    Site,
+    Skip,
+    flow,
+    forms,
+    observed,
+    original_class,
+    parse,
+)
 from tilesmith.rewrite.variants import obstacle, swap, unswap
 
 _GROUP = "_tilesmith_group"

@@ -423,7 +423,13 @@ def _scores(values: _Values, bias, slopes, position_q, position_k, visible, scal
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    return torch.exp(torch.where(scores != float("-inf"), scores - lse.unsqueeze(-1), float("-inf")))
+    """exp(scores - lse), by way of each row's own softmax. Where a bias of -1e9, say, hides all keys of a row, the
+    logarithm of their number is rounded away in lse: the differences are 0, which makes a sum of what is a mean."""
+    hidden = scores == float("-inf")
+    alone = hidden.all(-1, keepdim=True)  # a row without keys; 0 in its place, so that its second gradient is none
+    scores, lse = torch.where(alone, 0.0, scores), torch.where(alone, 0.0, lse.unsqueeze(-1))
+    share = torch.exp(torch.logsumexp(scores, -1, keepdim=True) - lse)
+    return torch.where(hidden, 0.0, torch.softmax(scores, -1) * share)
 
 
 def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
