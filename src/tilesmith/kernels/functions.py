@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilesmith.codegen import exp, exp2, fma, inline, log2, mulhi, rsqrt, select, tanh, u32, unroll
+from tilesmith.codegen import const, exp, exp2, fma, inline, log2, mulhi, rsqrt, select, tanh, u32, unroll
 
 LOWEST = -3.0e38
 """Below every score; WGSL and Metal's fast mathematics promise no infinities."""
@@ -102,15 +102,17 @@ def philox(counter, seed):
 
 
 @inline
-def random_bits(element, count, seed):
-    """The 16 bits of each of `count` elements from `element` on, a multiple of `count`, which is 1, 2, 4 or 8: in the
-    upper halves of u32, whose lower halves are anything.
+def random_bits(vector, count, seed):
+    """The 16 bits of each element of a tensor's vector number `vector`, of `count` elements, 1, 2, 4 or 8: in the upper
+    halves of u32, whose lower halves are anything.
 
-    The words of counter element // 8 are eight halves, the lower one of each first; element % 8 picks.
+    The words of counter element // 8 are eight halves, the lower one of each first; element % 8 picks. Vectors are
+    counted, since there may be 2³² of them, and of elements more.
     """
-    words = philox(element // 8, seed)
+    a_draw: const = 8 // count
+    words, element = philox(vector // a_draw, seed), vector % a_draw * count
     if count < 8:
-        words = [select(element % 8 < 4, words[k], words[2 + k]) for k in range(2)]
+        words = [select(element < 4, words[k], words[2 + k]) for k in range(2)]
     if count < 4:
         words = [select(element % 4 < 2, words[0], words[1])]
     bits = [words[j // 2] if j % 2 else words[j // 2] << 16 for j in range(max(count, 2))]
