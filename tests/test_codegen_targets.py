@@ -12,6 +12,7 @@ from codegen import golden, tools, vulkan_runner, webgpu_runner
 from codegen.samples import SAMPLES
 from tilesmith.codegen import KernelError, cuda, metal, nvrtc, spirv, wgsl
 from tilesmith.codegen.disassembly import disassemble
+from tilesmith.codegen.reserved import RESERVED
 
 
 def accepted_by(generate) -> list[str]:
@@ -50,6 +51,18 @@ def test_golden(name):
     for file, text in golden.outputs(name).items():
         wanted = (golden.FOLDER / file).read_text()
         assert text == wanted, f"{file} changed; if it should: PYTHONPATH=src:tests python -m codegen.golden"
+
+
+@pytest.mark.parametrize(("target", "names"), [(cuda, CUDA), (metal, METAL), (wgsl, WGSL)], ids=["cuda", "metal", "wgsl"])
+def test_words_of_a_language_are_no_names_of_a_kernel(target, names):
+    """A variable named like a type or a function that the printer writes would hide it."""
+    for name in names:
+        ir = SAMPLES[name]().ir
+        text = target.generate(ir)
+        body = text[text.index(" {\n", text.index(f" {ir.name}")) :]
+        written = re.findall(r"(?<![\w.:])[A-Za-z]\w*(?=\(|<| \w+(?: =|;|\[))", body)
+        own = {d.name for d in (*ir.buffers, *ir.scalars, *ir.arrays, *ir.fragments, *ir.variables)}
+        assert {w for w in written if not w.endswith("_")} - own <= RESERVED, name
 
 
 RESULT_FIRST = {19, 20, 21, 22, 23, 28, 29, 30, 32, 33, 248, 4456}  # types and labels
