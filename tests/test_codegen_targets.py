@@ -53,7 +53,9 @@ def test_golden(name):
         assert text == wanted, f"{file} changed; if it should: PYTHONPATH=src:tests python -m codegen.golden"
 
 
-@pytest.mark.parametrize(("target", "names"), [(cuda, CUDA), (metal, METAL), (wgsl, WGSL)], ids=["cuda", "metal", "wgsl"])
+@pytest.mark.parametrize(
+    ("target", "names"), [(cuda, CUDA), (metal, METAL), (wgsl, WGSL)], ids=["cuda", "metal", "wgsl"]
+)
 def test_words_of_a_language_are_no_names_of_a_kernel(target, names):
     """A variable named like a type or a function that the printer writes would hide it."""
     for name in names:
