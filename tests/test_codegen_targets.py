@@ -10,7 +10,7 @@ import torch
 
 from codegen import golden, tools, vulkan_runner, webgpu_runner
 from codegen.samples import SAMPLES
-from tilesmith.codegen import KernelError, cuda, metal, nvrtc, spirv, wgsl
+from tilesmith.codegen import KernelError, Out, barrier, build, cuda, f32, metal, nvrtc, shared, spirv, tid, wgsl
 from tilesmith.codegen.disassembly import disassemble
 from tilesmith.codegen.reserved import RESERVED
 
@@ -167,6 +167,27 @@ def test_tint_accepts(name, missing):
     if isinstance(tools.dawn(), str):
         missing(tools.dawn())
     assert tools.validate_wgsl(wgsl.generate(SAMPLES[name]().ir)) == ""
+
+
+def test_wgsl_where_all_threads_share_their_place(missing):
+    """A barrier under a condition on it is verified, and Tint wants to see why."""
+
+    def shared_place(y: Out[f32]):
+        stage = shared(f32, 32)
+        if tid(1) == 0:
+            stage[tid(0)] = f32(tid(0))
+            barrier()
+            y[tid(0)] = stage[31 - tid(0)]
+        else:
+            y[tid(2) - 1] = 1.0
+
+    ir = build(shared_place, (32, 1, 1))
+    text = wgsl.generate(ir)
+    assert "if (first_ == 0u)" in text and "tid_.y" not in text
+    if isinstance(webgpu_runner.device(), str):
+        missing(webgpu_runner.device())
+    y = webgpu_runner.run(ir, text, (1, 1, 1), {"y": np.zeros(32, np.float32)}, {})["y"]
+    assert y.tolist() == list(range(31, -1, -1))
 
 
 def test_tint_sees_divergent_barriers(missing):
