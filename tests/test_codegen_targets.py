@@ -10,8 +10,9 @@ import torch
 
 from codegen import golden, tools, vulkan_runner, webgpu_runner
 from codegen.samples import SAMPLES
-from tilesmith.codegen import KernelError, cuda, metal, nvrtc, spirv, wgsl
+from tilesmith.codegen import KernelError, Out, barrier, build, cuda, f32, metal, nvrtc, shared, spirv, tid, wgsl
 from tilesmith.codegen.disassembly import disassemble
+from tilesmith.codegen.reserved import RESERVED
 
 
 def accepted_by(generate) -> list[str]:
@@ -50,6 +51,20 @@ def test_golden(name):
     for file, text in golden.outputs(name).items():
         wanted = (golden.FOLDER / file).read_text()
         assert text == wanted, f"{file} changed; if it should: PYTHONPATH=src:tests python -m codegen.golden"
+
+
+@pytest.mark.parametrize(
+    ("target", "names"), [(cuda, CUDA), (metal, METAL), (wgsl, WGSL)], ids=["cuda", "metal", "wgsl"]
+)
+def test_words_of_a_language_are_no_names_of_a_kernel(target, names):
+    """A variable named like a type or a function that the printer writes would hide it."""
+    for name in names:
+        ir = SAMPLES[name]().ir
+        text = target.generate(ir)
+        body = text[text.index(" {\n", text.index(f" {ir.name}")) :]
+        written = re.findall(r"(?<![\w.:])[A-Za-z]\w*(?=\(|<| \w+(?: =|;|\[))", body)
+        own = {d.name for d in (*ir.buffers, *ir.scalars, *ir.arrays, *ir.fragments, *ir.variables)}
+        assert {w for w in written if not w.endswith("_")} - own <= RESERVED, name
 
 
 RESULT_FIRST = {19, 20, 21, 22, 23, 28, 29, 30, 32, 33, 248, 4456}  # types and labels
@@ -152,6 +167,27 @@ def test_tint_accepts(name, missing):
     if isinstance(tools.dawn(), str):
         missing(tools.dawn())
     assert tools.validate_wgsl(wgsl.generate(SAMPLES[name]().ir)) == ""
+
+
+def test_wgsl_where_all_threads_share_their_place(missing):
+    """A barrier under a condition on it is verified, and Tint wants to see why."""
+
+    def shared_place(y: Out[f32]):
+        stage = shared(f32, 32)
+        if tid(1) == 0:
+            stage[tid(0)] = f32(tid(0))
+            barrier()
+            y[tid(0)] = stage[31 - tid(0)]
+        else:
+            y[tid(2) - 1] = 1.0
+
+    ir = build(shared_place, (32, 1, 1))
+    text = wgsl.generate(ir)
+    assert "if (first_ == 0u)" in text and "tid_.y" not in text
+    if isinstance(webgpu_runner.device(), str):
+        missing(webgpu_runner.device())
+    y = webgpu_runner.run(ir, text, (1, 1, 1), {"y": np.zeros(32, np.float32)}, {})["y"]
+    assert y.tolist() == list(range(31, -1, -1))
 
 
 def test_tint_sees_divergent_barriers(missing):

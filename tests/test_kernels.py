@@ -17,6 +17,7 @@ from codegen.sample import without
 from kernel_runs import EPS, random, run, within
 from tilesmith.codegen import KernelError, KernelIR, cuda, metal, nvrtc, spirv, wgsl
 from tilesmith.codegen.interpreter import Race, Undefined
+from tilesmith.codegen.interpreter import run as interpreting
 from tilesmith.codegen.nodes import Barrier, walk
 from tilesmith.device import philox
 from tilesmith.hardware.limits import limits_of
@@ -48,6 +49,20 @@ def test_gates(kind, columns, half):
     out = run(ir, config.grid(rows), {"gate": gate, "up": up}, {"out": gate.shape}, {"rows": rows}, half)["out"]
     activation = F.silu if kind == "swiglu" else lambda x: F.gelu(x, approximate=kind)
     within(out, lambda g, u: activation(g) * u, gate, up)
+
+
+@pytest.mark.parametrize("short", [3, 257, 1025])
+def test_gates_of_as_many_vectors_as_a_launch_takes(short):
+    """The last workgroup, of elements that all lie on one, so that they take no memory."""
+    count = 2**32 - short
+    config = fused_ops.SwiGLUConfig(1, workgroup_size=256)
+    ir, grid = fused_ops.create_swiglu_kernel(config), config.grid(count)
+    on_one = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (count,), (0,))
+    last = (count - 1) // 1024
+    group = np.array([[last % grid[0], last // grid[0], 0]], np.uint32)
+    buffers = dict.fromkeys(("gate", "up", "out"), on_one)
+    batch = interpreting._Batch(ir, group, 0, grid, buffers, {"rows": count}, {}, 32, False)
+    batch.block(ir.body, interpreting._Mask(None, batch.threads))  # raises where an access is out of bounds
 
 
 def test_exact_gelu_is_right_in_its_tail():

@@ -111,3 +111,21 @@ def test_triton_draws_the_same_bits(start, short, lanes):
     kernel[(1,)](SEED.to(device), out, start, philox_triton.load_key, philox_triton.random_bits, lanes, short)
     every = torch.arange(64, dtype=torch.int64, device=device)
     assert torch.equal(out, philox.random_bits(SEED.to(device), start + every))
+
+
+@pytest.mark.parametrize("first", [0, 5, 2**30 + 3, 2**32 - 40])
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8])
+def test_portable_kernels_draw_the_same_bits(first, lanes):
+    """Also of a tensor with more elements than a u32 counts: it may have 2**32 vectors."""
+    from tilesmith.codegen import In, Out, Scalar, build, interpret, tid, u32, unroll
+    from tilesmith.kernels.functions import random_bits
+
+    def draw(seed: In[u32], out: Out[u32], first: Scalar[u32]):
+        bits = random_bits(first + tid(0), lanes, seed)
+        for j in unroll(lanes):
+            out[tid(0) * lanes + j] = bits[j] >> 16
+
+    out = torch.zeros(32 * lanes, dtype=torch.int32)
+    tensors = {"seed": SEED.numpy().view("uint32"), "out": out.numpy().view("uint32")}
+    interpret(build(draw, (32, 1, 1)), (1, 1, 1), tensors, {"first": first})
+    assert torch.equal(out.long(), philox.random_bits(SEED, first * lanes + torch.arange(32 * lanes)))

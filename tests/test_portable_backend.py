@@ -204,3 +204,20 @@ def test_one_kernel_serves_contiguous_gates_of_all_shapes():
         built = create_swiglu_kernel.cache_info().misses
         ops.swiglu(*torch.randn(2, 3, 5, 4))
     assert create_swiglu_kernel.cache_info().misses == built
+
+
+@pytest.mark.parametrize(("name", "flags"), [("swiglu", ()), ("geglu", ("tanh",)), ("geglu", ("none",))])
+def test_gates_as_large_as_their_type_allows(name, flags):
+    """Where the sigmoid of a gate is 0 in fp32, so are the gate's share and its slope; -inf gives NaN as elsewhere."""
+    gate = torch.tensor([-90.0, -110.0, -1e4, -1e12, -1e18, 1e18, float("-inf"), float("inf"), float("nan")])
+
+    def of(pin: str):
+        given = [x.clone().requires_grad_() for x in (gate, torch.ones_like(gate))]
+        with use(**dict.fromkeys((name, f"{name}_vjp"), pin)):
+            out = declared()[name](*given, *flags)
+            return out, *torch.autograd.grad(out, given, torch.ones_like(out))
+
+    for got, wanted in zip(of("portable"), of("reference")):
+        finite = gate.isfinite()
+        torch.testing.assert_close(got[finite], wanted[finite], rtol=1e-6, atol=1e-30)
+        assert torch.equal(got[-3:-1].isnan(), wanted[-3:-1].isnan()) and got[-1].isnan()

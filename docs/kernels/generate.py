@@ -91,12 +91,12 @@ PAGES = {
     "swiglu": Page(
         "SwiGLU",
         "swiglu",
-        (Part(fused_ops.SwiGLUConfig(4096, use_half=True), "gates", "if first + threads * _VECTORS_A_THREAD <="),),
+        (Part(fused_ops.SwiGLUConfig(4096, use_half=True), "gates", "if first + (threads * _VECTORS_A_THREAD - 1) <"),),
     ),
     "geglu": Page(
         "GeGLU",
         "geglu",
-        (Part(fused_ops.GeGLUConfig(4096), "gates", "if first + threads * _VECTORS_A_THREAD <="),),
+        (Part(fused_ops.GeGLUConfig(4096), "gates", "if first + (threads * _VECTORS_A_THREAD - 1) <"),),
     ),
     "residual_layer_norm": Page(
         "Residual and layer norm",

@@ -14,7 +14,9 @@ threadIdx blockIdx blockDim gridDim warpSize f16 bf16 Vec FragmentA FragmentB Fr
 _METAL = """
 kernel vertex fragment device constant threadgroup thread metal half bfloat uint ushort uchar ulong ptrdiff_t atomic
 sampler texture mem_flags access as_type simdgroup_matrix simd_sum simd_max simd_min simd_shuffle simd_shuffle_xor
-quad precise fast
+quad precise fast float2 float4 half2 half4 bfloat2 bfloat4 int2 int4 uint2 uint3 uint4 ulong2
+threadgroup_barrier simdgroup_barrier simdgroup_load simdgroup_store simdgroup_multiply_accumulate
+make_filled_simdgroup_matrix
 """
 _WGSL = """
 alias const_assert continuing diagnostic discard enable fallthrough fn let loop override var array atomic mat2x2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from tilesmith.codegen.ir import Array, KernelIR
-from tilesmith.codegen.nodes import Bitcast, Builtin, Param, Select, Subgroup
+from tilesmith.codegen.nodes import Bitcast, Builtin, Expr, Param, Select, Subgroup
 from tilesmith.codegen.text import TextPrinter, shortest
 from tilesmith.codegen.types import Type
 
@@ -87,6 +87,9 @@ class _Wgsl(TextPrinter):
         listed = ", ".join(f"@builtin({b}) {name}: {t}" for name, b, t in sorted(inputs))
         size = ", ".join(map(str, ir.workgroup))
         head.append(f"@compute @workgroup_size({size})\nfn {self.name(ir.name)}({listed}) {{")
+        if any(map(self.only_place, ir.expressions)):
+            # verify() knows that threads share it, Tint does not; of a literal it would refuse `tid(1) - 1`
+            self.put("var first_ = 0u;")
         for a in ir.arrays:
             if a.space == "local":
                 self.put(self.array(a))
@@ -111,9 +114,15 @@ class _Wgsl(TextPrinter):
             return f"i32({value})" if value == -(2**31) else f"{value}i"
         return super().literal(dtype, value)
 
+    def only_place(self, e: Expr) -> bool:
+        """Whether all threads have this place in their workgroup."""
+        return isinstance(e, Builtin) and e.name == "tid" and self.ir.workgroup[e.axis] == 1
+
     def builtin(self, e: Builtin) -> str:
         if e.name == "subgroup":
             return "(index_ / subgroup_size_)"
+        if self.only_place(e):
+            return "first_"
         name, _, t = _BUILTINS[e.name]
         return f"{name}.{'xyz'[e.axis]}" if t != "u32" else name
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilesmith.codegen import exp, exp2, fma, inline, log2, mulhi, rsqrt, select, tanh, u32, unroll
+from tilesmith.codegen import const, exp, exp2, fma, inline, log2, mulhi, rsqrt, select, tanh, u32, unroll
 
 LOWEST = -3.0e38
 """Below every score; WGSL and Metal's fast mathematics promise no infinities."""
@@ -37,7 +37,20 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 @inline
 def silu(x):
     """x · sigmoid(x), for f32 and its vectors."""
-    return x / (exp(min(-x, 87.0)) + 1.0)  # exp(88.8) would be infinite
+    return x * _fading(x) / (exp(min(-x, 87.0)) + 1.0)  # exp(88.8) would be infinite
+
+
+@inline
+def sigmoid(x):
+    """1 / (1 + exp(-x)), for f32 and its vectors; of NaN a number, so it goes into a product with x."""
+    return _fading(x) / (exp(min(-x, 87.0)) + 1.0)
+
+
+@inline
+def _fading(x):
+    """1 from -88 on, 0 up to -104, as sigmoid(x) is in f32: exp(87) alone would leave 1.6e-38, and a gate is as large
+    as its type allows."""
+    return min(max(x * 0.0625 + 6.5, 0.0), 1.0)
 
 
 @inline
@@ -68,15 +81,14 @@ def gelu_exact(x):
 @inline
 def silu_and_slope(x):
     """silu(x) and its derivative, for f32 and its vectors."""
-    s = 1.0 / (exp(min(-x, 87.0)) + 1.0)
+    s = sigmoid(x)
     return x * s, s + x * s * (1.0 - s)
 
 
 @inline
 def gelu_tanh_and_slope(x):
     """The tanh form of GELU, as x times a sigmoid, and its derivative, for f32 and its vectors."""
-    inner = x * (x * x * _CUBIC + 1.0) * (-2.0 * _SLOPE)
-    s = 1.0 / (exp(min(inner, 87.0)) + 1.0)
+    s = sigmoid(x * (x * x * _CUBIC + 1.0) * (2.0 * _SLOPE))
     return x * s, s + x * s * (1.0 - s) * (x * x * (3.0 * _CUBIC) + 1.0) * (2.0 * _SLOPE)
 
 
@@ -84,7 +96,8 @@ def gelu_tanh_and_slope(x):
 def gelu_exact_and_slope(x):
     """x · Φ(x) and its derivative, for f32."""
     cdf = normal_cdf(x)
-    return x * cdf, cdf + x * exp(max(x * x * -0.5, -87.0)) * _DENSITY
+    density = select(abs(x) < 14.0, exp(max(x * x * -0.5, -87.0)) * _DENSITY, 0.0)
+    return x * cdf, cdf + x * density
 
 
 @inline
@@ -102,15 +115,17 @@ def philox(counter, seed):
 
 
 @inline
-def random_bits(element, count, seed):
-    """The 16 bits of each of `count` elements from `element` on, a multiple of `count`, which is 1, 2, 4 or 8: in the
-    upper halves of u32, whose lower halves are anything.
+def random_bits(vector, count, seed):
+    """The 16 bits of each element of a tensor's vector number `vector`, of `count` elements, 1, 2, 4 or 8: in the upper
+    halves of u32, whose lower halves are anything.
 
-    The words of counter element // 8 are eight halves, the lower one of each first; element % 8 picks.
+    The words of counter element // 8 are eight halves, the lower one of each first; element % 8 picks. Vectors are
+    counted, since there may be 2³² of them, and of elements more.
     """
-    words = philox(element // 8, seed)
+    a_draw: const = 8 // count
+    words, element = philox(vector // a_draw, seed), vector % a_draw * count
     if count < 8:
-        words = [select(element % 8 < 4, words[k], words[2 + k]) for k in range(2)]
+        words = [select(element < 4, words[k], words[2 + k]) for k in range(2)]
     if count < 4:
         words = [select(element % 4 < 2, words[0], words[1])]
     bits = [words[j // 2] if j % 2 else words[j // 2] << 16 for j in range(max(count, 2))]

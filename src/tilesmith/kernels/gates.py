@@ -109,17 +109,18 @@ def _gated(config: SwiGLUConfig | GeGLUConfig, activation, whole: bool) -> Kerne
     ):
         first = group_index() * (threads * _VECTORS_A_THREAD)
         gates, ups = local(stored, _VECTORS_A_THREAD), local(stored, _VECTORS_A_THREAD)
-        if first + threads * _VECTORS_A_THREAD <= rows * a_row:
+        if first + (threads * _VECTORS_A_THREAD - 1) < rows * a_row:  # one more may be 2**32
             for k in unroll(_VECTORS_A_THREAD):  # all loads before the first store, so that all are in flight
                 gates[k] = gate[placed(first + tid(0) + k * threads, a_row, gate_step)]
                 ups[k] = up[placed(first + tid(0) + k * threads, a_row, up_step)]
             for k in unroll(_VECTORS_A_THREAD):
                 out[first + tid(0) + k * threads] = stored(activated(wide(gates[k])) * wide(ups[k]))
         else:
-            for i in range(first + tid(0), rows * a_row, threads):
-                out[i] = stored(
-                    activated(wide(gate[placed(i, a_row, gate_step)])) * wide(up[placed(i, a_row, up_step)])
-                )
+            for k in unroll(_VECTORS_A_THREAD):
+                i = first + tid(0) + k * threads
+                if i < rows * a_row:
+                    opened = activated(wide(gate[placed(i, a_row, gate_step)]))
+                    out[i] = stored(opened * wide(up[placed(i, a_row, up_step)]))
 
     name = "swiglu" if isinstance(config, SwiGLUConfig) else "geglu"
     return build(swiglu, (threads, 1, 1), name=name)

@@ -235,7 +235,7 @@ def create_softmax_dropout_kernel(config: SoftmaxDropoutConfig) -> KernelIR:
                             shares = [weight(part, top, step) * factor for part in scaled(again[k], scale)]
                         out = [shares[j // each][j % each] for j in range(lanes)]
                         if dropout:
-                            bits = random_bits((place + i) * lanes, lanes, seed)
+                            bits = random_bits(place + i, lanes, seed)
                             out = [select(bits[j] >= least << 16, out[j], 0.0) for j in range(lanes)]
                         if ends(i, seen):
                             y[place + i] = closed(plan, [select(sees(i, j, seen), out[j], 0.0) for j in range(lanes)])
