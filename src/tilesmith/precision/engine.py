@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesmith.engine.argument_checks import located
+from tilesmith.engine.argument_checks import present
 from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
@@ -36,7 +36,7 @@ def create_fp8_trainer(
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_fp8_trainer: model must be a torch.nn.Module, got {type(model).__name__}")
     if device is not None:
-        model.to(located("create_fp8_trainer", "device", device))
+        model.to(present("create_fp8_trainer", "device", device, meta=True))
     return FP8TrainingEngine(model, config)
 
 
