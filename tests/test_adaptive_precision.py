@@ -365,6 +365,16 @@ def test_every_field_changes_something(field):
     assert not torch.equal(first(x), other(x))
 
 
+def test_weights_of_calibration_data():
+    x, uniform = _inputs(), {"target_memory_reduction": 0.72, "allocation_strategy": AllocationStrategy.UNIFORM}
+    first = create_ultra_precision_module(_uneven(), PrecisionConfig(**uniform), calibration=x)
+    other = PrecisionConfig(**uniform, activation_weight=0.8)
+    assert not torch.equal(first(x), create_ultra_precision_module(_uneven(), other, calibration=x)(x))
+    for config in (other, PrecisionConfig(gradient_weight=0.6)):
+        with pytest.raises(ValueError, match="gradient_weight and activation_weight weigh calibration data; pass"):
+            create_ultra_precision_module(_uneven(), config)
+
+
 def test_loss_fn_and_batches():
     model, (x, y) = _uneven(), (_inputs(64), torch.randint(50, (64,)))
     batches = [{"x": a, "y": b} for a, b in zip(x.chunk(4), y.chunk(4))]
@@ -581,6 +591,20 @@ def test_bad_input_is_refused_and_changes_nothing(call, error, match):
         ({"entropy_threshold": 9.0}, ValueError, r"in \[0, 8\]"),
         ({"gradient_weight": -0.1}, ValueError, "0 or more"),
         ({"activation_weight": float("nan")}, TypeError, "finite"),
+        (
+            {"gradient_weight": 0.6, "allocation_strategy": AllocationStrategy.UNIFORM},
+            ValueError,
+            "gradient_weight is 0.6, which changes nothing with UNIFORM widths and DYNAMIC codes",
+        ),
+        (
+            {
+                "activation_weight": 0.0,
+                "allocation_strategy": AllocationStrategy.MEASURED,
+                "quantization_mode": QuantizationMode.STATIC,
+            },
+            ValueError,
+            "activation_weight is 0.0, which changes nothing with MEASURED widths and STATIC codes",
+        ),
         ({"base_precision": PrecisionFormat.INT4}, ValueError, "counted against FP32, FP16 or BF16"),
         ({"allocation_strategy": "entropy"}, TypeError, "must be of AllocationStrategy"),
         ({"quantization_mode": None}, TypeError, "must be of QuantizationMode"),

@@ -158,7 +158,7 @@ def test_state_dicts_that_make_no_packed_weight_are_not_loaded():
 
 @pytest.mark.parametrize(
     ("device", "match"),
-    [("meta", "device is meta, where weights have no values"), (3.5, "device must be a torch.device")],
+    [("meta", "device is meta, where tensors have no values"), (3.5, "device must be a torch.device")],
 )
 def test_devices_that_do_not_compute(device, match, tmp_path):
     model, path = _uneven(), tmp_path / "packed.safetensors"

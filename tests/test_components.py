@@ -153,6 +153,52 @@ def test_layers_are_left_as_they_were():
     assert torch.equal(random, torch.random.get_rng_state())
 
 
+class _Counts(nn.Module):
+    """Writes a buffer and draws a random number at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.bend = AttentionLayer(32, 4), nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return self.bend(self.inner(x).transpose(1, 2)).transpose(1, 2) + 0 * torch.rand(())
+
+
+def test_buffers_and_random_numbers_are_left_as_they_were():
+    layer = _Counts().train()
+    held, random = {name: b.clone() for name, b in layer.named_buffers()}, torch.random.get_rng_state()
+    benchmark_attention_performance(layer, (2, 8, 32), 2, backward=True)
+    VALIDATOR.validate_attention_component(layer, 32, 4)
+    assert all(torch.equal(b, held[name]) for name, b in layer.named_buffers())
+    assert torch.equal(random, torch.random.get_rng_state())
+
+
+def test_an_optimizer_inside_the_backward_is_not_set_off():
+    layer = AttentionLayer(32, 4)
+    layer.out_proj.weight.register_post_accumulate_grad_hook(lambda p: p.data.zero_())
+    with pytest.raises(RuntimeError, match="out_proj.weight has a hook that runs after its gradient is accumulated"):
+        benchmark_attention_performance(layer, (2, 8, 32), 2, backward=True)
+    assert layer.out_proj.weight.any()
+    assert benchmark_attention_performance(layer, (2, 8, 32), 2)["launches"] > 0
+
+
+def test_attention_whose_first_dim_is_tokens_attends_to_tokens():
+    seen, layer = [], nn.MultiheadAttention(32, 4, dropout=0.5)
+    assert not layer.batch_first
+    results = VALIDATOR.validate_attention_component(layer, 32, 4)
+    assert results.passed and results.compared_with == "its formula", results
+    layer.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
+    benchmark_attention_performance(layer, (2, 8, 32), 2, backward=True)
+    assert set(seen) == {(8, 2, 32)}
+
+
+def test_an_output_without_a_sum_is_named():
+    layer = _Returns(lambda x: {"hidden": 2 * x})
+    assert benchmark_attention_performance(layer, (2, 8, 32), 2)["launches"] > 0
+    with pytest.raises(TypeError, match="the model returned a dict; with backward=True it must return a tensor"):
+        benchmark_attention_performance(layer, (2, 8, 32), 2, backward=True)
+
+
 def test_latency_has_its_percentiles():
     found = benchmark_attention_performance(model=AttentionLayer(32, 4), input_shape=(2, 8, 32), num_trials=7)
     order = [found[name] for name in ("min_latency", "p50_latency", "p90_latency", "p99_latency", "max_latency")]
@@ -174,6 +220,9 @@ BAD = [
     (lambda: VALIDATOR.validate_linear_component(nn.Linear(4, 4, device="meta"), 4, 4), ValueError, "on meta"),
     (lambda: VALIDATOR.validate_norm_component(nn.LayerNorm(4), 0), ValueError, "hidden_size must be at least 1"),
     (lambda: ComponentValidator(dtype=torch.int8), TypeError, "dtype must be a floating torch.dtype"),
+    (lambda: ComponentValidator("nowhere"), ValueError, "device must be a torch.device or its name, got 'nowhere'"),
+    (lambda: ComponentValidator("cuda:77"), ValueError, "ComponentValidator: device is cuda:77, which is not here"),
+    (lambda: ComponentValidator("meta"), ValueError, "device is meta, where tensors have no values"),
     (lambda: benchmark_attention_performance("m", (1, 2, 3)), TypeError, "model must be a torch.nn.Module, got str"),
     (
         lambda: benchmark_attention_performance(nn.Linear(3, 3), (1, 3)),

@@ -70,13 +70,43 @@ def test_the_error_that_a_kernel_declares_is_told():
 def test_a_configuration_above_the_registration_keeps_the_declared_error():
     op = Op(_double, name="explain_decorated", outputs=("doubled",), fake=torch.empty_like)
 
-    @optimize_kernel(num_warps=4)
+    @optimize_kernel()
     @register_kernel("explain_decorated", backend="rough", rank=20, errors={"doubled": 0.02})
     def rough(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
     assert op.kernel("rough").errors == {"doubled": 0.02}
     assert tilesmith.explain(op, torch.ones(3)).kernel.backend == "rough"
+
+
+def test_pinned_values_that_reach_nothing_are_told():
+    with pytest.warns(UserWarning, match="num_warps=4, num_stages=3 reach nothing: _double has no parameter `config`"):
+        assert optimize_kernel(num_warps=4, num_stages=3)(_double)(2) == 4
+    pinned = optimize_kernel(num_warps=4, num_stages=3, debug=False)(lambda *, config: config)
+    assert pinned() == {"num_warps": 4, "num_stages": 3}
+
+
+@pytest.mark.parametrize(
+    ("decorate", "error", "words"),
+    [
+        (lambda: optimize_kernel(debug=1), TypeError, "optimize_kernel: debug must be True or False, got 1"),
+        (lambda: optimize_kernel(num_warps=4)(3), TypeError, "decorates a function, got int"),
+        (lambda: optimize_kernel(num_warps=4)(_Jitted()), TypeError, "function that launches it, not _Jitted"),
+    ],
+)
+def test_what_optimize_kernel_cannot_decorate_is_named(decorate, error, words):
+    with pytest.raises(error, match=words):
+        decorate()
+
+
+class _Jitted:
+    """Like what `triton.jit` makes: called through a grid."""
+
+    def __getitem__(self, grid):
+        return lambda *args: None
+
+    def __call__(self, *args):
+        raise RuntimeError("there is no grid")
 
 
 def test_a_kernel_tells_how_it_serves_a_call():

@@ -13,6 +13,7 @@ from tilesmith.attention.fusion import (
     benchmark_fusion_performance,
     create_unified_attention_fusion,
 )
+from tilesmith.hardware import HardwareAbstractionLayer
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2}
 IDS = torch.arange(8).view(1, 8)
@@ -100,3 +101,23 @@ def test_models_that_are_fused_and_unfused_within_inference_mode_are_trained():
 def test_models_that_differ_by_more_than_fusion_are_not_compared(change, match):
     with pytest.raises(ValueError, match=match):
         benchmark_fusion_performance(change(_plain()), _packed(), IDS, 1)
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, x: benchmark_fusion_performance(model, model, x, 1, backward=True),
+        lambda model, x: model.warm_up(sample=(x,)),
+        lambda model, x: HardwareAbstractionLayer(["cpu"]).get_optimal_batch_size(model, sample=x, max_batch_size=4),
+        lambda model, x: HardwareAbstractionLayer(["cpu"]).memory_estimate(model, 2, sample={"src": x}),
+    ],
+    ids=["benchmark", "warm_up", "batch size", "memory"],
+)
+@pytest.mark.parametrize("leaf", [True, False])
+def test_inputs_that_ask_for_gradients_get_none(measure, leaf):
+    model = create_unified_attention_fusion(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    given = torch.randn(2, 4, 16, requires_grad=True)
+    x = given if leaf else given * 2
+    measure(model, x)
+    assert given.grad is None and x.requires_grad
+    x.sum().backward()  # the caller's graph is whole

@@ -320,8 +320,12 @@ def test_what_is_no_limit_and_no_name():
         flash_attention.preset_for("webgpu")
     with pytest.raises(TypeError, match="gpu_max_shared_memory must be a number of bytes, got '48k'"):
         validate_config(FlashAttentionConfig(), "48k")
+    with pytest.raises(TypeError, match="gpu_max_shared_memory must be a number of bytes, got nan"):
+        validate_config(FlashAttentionConfig(), float("nan"))
     with pytest.raises(TypeError, match="name must be what a driver calls its device, got None"):
         detect_vendor(None)
+    with pytest.raises(TypeError, match="vendor_id must be a PCI id as an int, such as 0x10DE, or None, got '0x10DE'"):
+        detect_vendor("a device", "0x10DE")
 
 
 def test_rows_beyond_one_axis_fold_onto_two():

@@ -8,6 +8,7 @@ from op_runs import DEVICE
 from tilesmith import nn as tnn
 from tilesmith.precision import (
     FP8Config,
+    FP8Format,
     FP8LinearLayer,
     FP8TrainingEngine,
     convert,
@@ -123,3 +124,26 @@ def test_a_filter_that_fails():
     with pytest.raises(ZeroDivisionError):
         convert_model_to_fp8(model, FP8Config(module_filter_fn=lambda module, name: 1 / 0))
     assert _state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (lambda model: FP8TrainingEngine(model, FP8Config(recipe="rowwise")), "recipe is 'rowwise', .* 'delayed'"),
+        (
+            lambda model: create_fp8_trainer(model, FP8Format.E4M3, FP8Format.E4M3),
+            "config's backward_format is E4M3, the model is converted with E5M2",
+        ),
+        (
+            lambda model: FP8TrainingEngine(model, FP8Config(amax_history_length=3)),
+            "config's amax_history_length is 3, the model is converted with 16",
+        ),
+    ],
+    ids=["recipe", "format", "history"],
+)
+def test_an_engine_of_another_recipe_than_the_model_s_is_refused(engine, words):
+    model = convert_model_to_fp8(nn.Sequential(nn.Linear(32, 32)), FP8Config(min_features=16))
+    with pytest.raises(ValueError, match=words):
+        engine(model).setup_fp8_training()
+    FP8TrainingEngine(model).setup_fp8_training()
+    create_fp8_trainer(model).setup_fp8_training()

@@ -12,7 +12,7 @@ from tilesmith.distributed import Layout, context_parallel_attention, ring_of
 from tilesmith.distributed.attention import Group
 from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.prepared import MODES
-from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
+from tilesmith.engine.argument_checks import choice, divides, flag, present, size, tensor
 
 
 class RingAttentionLayer(nn.Module):
@@ -23,7 +23,7 @@ class RingAttentionLayer(nn.Module):
     torch.distributed whose ranks hold the sequence by tokens (`tilesmith.distributed.Layout.zigzag` if `causal`, else
     contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`. causal: no key behind a
     query. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide d_model,
-    and for another mode.
+    for another mode and for a device that is not here.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class RingAttentionLayer(nn.Module):
         flag("RingAttentionLayer", "bias", bias)
         self.d_model, self.num_heads, self.max_sequence_length = d_model, num_heads, max_sequence_length
         self.group, self.mode, self.causal = group, mode, causal
-        if device is None and torch.cuda.is_available():
+        if device is not None:
+            device = present("RingAttentionLayer", "device", device, meta=True)
+        elif torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
         self.out_proj = nn.Linear(d_model, d_model, bias, device, dtype)

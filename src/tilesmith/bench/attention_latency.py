@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import EVENTS, launches, peak_memory
+from tilesmith.nn.multihead import self_attention
 
 WARMUP = 5
 
@@ -22,15 +24,17 @@ def benchmark_attention_performance(
     """Call `model` on a random tensor of `input_shape`, [batch, tokens, features], in its own dtype and on its device.
 
     backward: with a backward from the sum of the output; else under no_grad. `torch.nn.MultiheadAttention` is given the
-    tensor three times. On cuda and xpu a trial is the time between device events around the call, else the wall clock.
-    Gradients, training flag and random numbers are left as they were; in training mode, dropout is part of the trial.
+    tensor three times, tokens first where its `batch_first` is False. On cuda and xpu a trial is the time between
+    device events around the call, else the wall clock. Gradients, buffers, training flags and random numbers are left
+    as they were; in training mode, dropout is part of the trial.
 
     Returns a dict: avg_latency, min_latency, max_latency, std_latency, p50_latency, p90_latency and p99_latency in
     milliseconds; peak_memory, bytes that a call allocates at its peak beyond what was there; launches, kernels of a
     call (ATen operators on a CPU); tokens_per_second at the median; num_trials, device, dtype, backward.
 
-    Raises TypeError for something that is no module; ValueError for a shape that is not three positive sizes, fewer
-    than one trial, or a model on meta.
+    Raises TypeError for something that is no module, and with `backward` for a model that returns no tensor; ValueError
+    for a shape that is not three positive sizes, fewer than one trial, or a model on meta; RuntimeError, with
+    `backward`, for a model whose backward would do more than fill gradients.
     """
     who = "benchmark_attention_performance"
     if not isinstance(model, nn.Module):
@@ -46,17 +50,10 @@ def benchmark_attention_performance(
         raise ValueError(f"{who}: the model is on meta and has no values; load it first")
     device = first.device
     x = torch.randn(*input_shape, generator=torch.Generator().manual_seed(0)).to(device, first.dtype)
-    gradients = [p.grad for p in model.parameters()]
-    kind = device.type if device.type not in ("cpu", "mps") else "cuda"
-    try:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.random.fork_rng([device] if device.type in EVENTS else [], device_type=kind):
-            run = _runner(model, x.requires_grad_(backward), backward)
-            found = _measured(run, device, num_trials)
-    finally:
-        for parameter, gradient in zip(model.parameters(), gradients):
-            parameter.grad = gradient
+    if isinstance(model, nn.MultiheadAttention) and not model.batch_first:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)  # in memory as the layer takes it
+    with state_preserved(model, backward=backward):
+        found = _measured(_runner(model, x.requires_grad_(backward), backward), device, num_trials)
     tokens = input_shape[0] * input_shape[1]
     return {
         **found,
@@ -71,15 +68,25 @@ def benchmark_attention_performance(
 def _runner(model: nn.Module, x: Tensor, backward: bool) -> Any:
     def run() -> None:
         with torch.set_grad_enabled(backward):
-            out = model(x, x, x, need_weights=False) if isinstance(model, nn.MultiheadAttention) else model(x)
-            out = out[0] if isinstance(out, tuple) else out
+            out = self_attention(model, x)
             if backward:
-                out.sum().backward()
+                _sum(out).backward()
         x.grad = None
         for parameter in model.parameters() if backward else ():
             parameter.grad = None
 
     return run
+
+
+def _sum(out: Any) -> Tensor:
+    """The sum of a model's output, or of the first of several."""
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    if not isinstance(first, Tensor):
+        raise TypeError(
+            f"benchmark_attention_performance: the model returned a {type(out).__name__}; with backward=True it must "
+            "return a tensor, or a tuple that begins with one"
+        )
+    return first.sum()
 
 
 def _measured(run: Any, device: torch.device, trials: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tilesmith.distributed.peer_memory import Arrival, CannotShare, Kind, PeerMe
 from tilesmith.distributed.schedule import Moves
 from tilesmith.distributed.signature import Signature, Signed
 from tilesmith.distributed.transport import SYMMETRIC, Transport, asked_for, choose, peers_of
-from tilesmith.engine.argument_checks import located, positive
+from tilesmith.engine.argument_checks import positive, present
 from tilesmith.engine.arguments import shown
 from tilesmith.engine.torch_private import sleep
 
@@ -78,7 +78,7 @@ class LocalRing:
             devices = ["cpu"] * devices
         if not devices:
             raise ValueError("LocalRing: devices must name at least one device, got none")
-        self.devices = tuple(located("LocalRing", "devices", device) for device in devices)
+        self.devices = tuple(present("LocalRing", "devices", device, meta=True) for device in devices)
         self.size = len(self.devices)
         self.ranks = tuple(range(self.size))
 

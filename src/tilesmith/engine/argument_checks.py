@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilesmith.engine import torch_private
 from tilesmith.engine.arguments import as_tensor, dense, shown
+from tilesmith.hardware.detect import detect_available_devices
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -173,6 +174,21 @@ def located(op: str, name: str, value: Any) -> torch.device:
         raise ValueError(
             f"{op}: {name} must be a torch.device or its name, got {_came(value)}; write 'cuda', 'cuda:0' or 'cpu'"
         ) from None
+
+
+def present(op: str, name: str, value: Any, *, meta: bool = False) -> torch.device:
+    """value as a device, or ValueError for one that is not here. meta: whether that one is allowed, too."""
+    device = located(op, name, value)
+    if device.type == "meta":
+        if not meta:
+            raise ValueError(f"{op}: {name} is meta, where tensors have no values; give a device that computes")
+        return device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        known = ", ".join(str(d) for kind in detect_available_devices().values() for d in kind)
+        raise ValueError(f"{op}: {name} is {device}, which is not here; there are {known}") from problem
+    return device
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.launcher import hooked
 from tilesmith.engine.registry import backend_of, ops
 from tilesmith.engine.table import Table
@@ -107,9 +109,11 @@ def optimize_kernel(
     device is synchronised after each launch and a FloatingPointError names the output that holds a NaN no input holds.
     Works above or below `register_kernel`.
 
-    Raises TypeError when a space is given together with pinned values, ValueError for values below 1 and
-    for a num_warps that is no power of two.
+    Raises TypeError when a space is given together with pinned values, and for what `triton.jit` made, whose launches
+    the decorated function is to do; ValueError for values below 1 and for a num_warps that is no power of two. Warns of
+    pinned values that the function has no `config` for.
     """
+    flag("optimize_kernel", "debug", debug)
     pinned = {k: v for k, v in (("num_warps", num_warps), ("num_stages", num_stages)) if v is not None}
     if space is not None and pinned:
         raise TypeError(f"optimize_kernel takes a space or pinned values, got both: {sorted(pinned)}")
@@ -120,7 +124,15 @@ def optimize_kernel(
         raise ValueError(f"num_warps must be a power of two, as Triton wants it, got {num_warps}")
 
     def decorate(fn):
+        _check_function(fn)
         wants_config = "config" in inspect.signature(fn).parameters
+        if pinned and not wants_config:
+            told = ", ".join(f"{name}={value}" for name, value in pinned.items())
+            warnings.warn(
+                f"optimize_kernel: {told} reach nothing: {fn.__name__} has no parameter `config`; give it one, and "
+                "hand its values to the launch",
+                stacklevel=2,
+            )
 
         if space is not None:
             if not wants_config:
@@ -142,6 +154,17 @@ def optimize_kernel(
         return run
 
     return decorate
+
+
+def _check_function(fn: Any) -> None:
+    """TypeError unless fn is called with a kernel's arguments and no grid."""
+    if not callable(fn):
+        raise TypeError(f"optimize_kernel decorates a function, got {type(fn).__name__}")
+    if hasattr(type(fn), "__getitem__"):
+        raise TypeError(
+            f"optimize_kernel decorates the function that launches it, not {type(fn).__name__}, which takes a grid: "
+            "launch it there with kernel[grid](..., **config)"
+        )
 
 
 class _Configure:

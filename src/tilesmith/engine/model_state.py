@@ -1,4 +1,5 @@
-"""What a run of a model changes beside its gradients: buffers and random numbers, and how they are given back."""
+"""What a run of a model for its costs changes: random numbers, gradients, buffers, training flags; how they are given
+back."""
 
 from __future__ import annotations
 
@@ -47,3 +48,41 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 def _same(x: Tensor, y: Tensor) -> bool:
     """Whether plain tensors have the same values: a write to `.data` does not show in the version."""
     return type(x) is Tensor and x.device.type != "meta" and torch.equal(x, y)
+
+
+def obstacle_to_probes(model: nn.Module) -> str | None:
+    """Why a backward of `model` would do more than fill gradients, in words; None if it would not."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            return f"{name} is on meta and has no values; load the model first"
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return (
+                f"{name} has a hook that runs after its gradient is accumulated (an optimizer inside the backward?), "
+                "which a probe would set off"
+            )
+    return None
+
+
+@contextlib.contextmanager
+def state_preserved(model: nn.Module, *, backward: bool = True) -> Iterator[None]:
+    """Inside, the model may be run forward and backward; afterwards its gradients, its buffers, its training flags and
+    the random numbers of the CPU and of its devices are what they were. Gradients are absent inside.
+
+    Raises RuntimeError for a model whose backward would do more than fill gradients, if it is to have a `backward`.
+    """
+    why = obstacle_to_probes(model) if backward else None
+    if why is not None:
+        raise RuntimeError(f"the model cannot be probed: {why}")
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters]
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        with buffers_kept(model), random_numbers_kept(p.device for p in parameters):
+            for p in parameters:
+                p.grad = None
+            yield
+    finally:
+        for p, gradient in zip(parameters, gradients):
+            p.grad = gradient
+        for module, flag in training:
+            module.training = flag

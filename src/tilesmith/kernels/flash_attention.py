@@ -114,7 +114,8 @@ def required_shared_memory(config: FlashAttentionConfig) -> int:
 def validate_config(config: FlashAttentionConfig, gpu_max_shared_memory: int) -> None:
     """Raise ValueError, in words, where the kernel needs more shared memory than a workgroup of the GPU may use."""
     needs = required_shared_memory(config)
-    if isinstance(gpu_max_shared_memory, bool) or not isinstance(gpu_max_shared_memory, (int, float)):
+    told = gpu_max_shared_memory
+    if isinstance(told, bool) or not isinstance(told, (int, float)) or told != told:  # the last: NaN
         raise TypeError(f"gpu_max_shared_memory must be a number of bytes, got {gpu_max_shared_memory!r}")
     if needs > gpu_max_shared_memory:
         checks.fail(

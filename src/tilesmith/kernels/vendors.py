@@ -25,6 +25,8 @@ def detect_vendor(name: str = "", vendor_id: int | None = None) -> str:
     """One of `VENDORS`: by the PCI id that Vulkan and WebGPU report, else by words in the device's name."""
     if not isinstance(name, str):
         raise TypeError(f"name must be what a driver calls its device, got {name!r}")
+    if vendor_id is not None and (isinstance(vendor_id, bool) or not isinstance(vendor_id, int)):
+        raise TypeError(f"vendor_id must be a PCI id as an int, such as 0x10DE, or None, got {vendor_id!r}")
     if vendor_id in _PCI:
         return _PCI[vendor_id]
     lower = name.lower()

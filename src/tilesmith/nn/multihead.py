@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -65,6 +67,17 @@ class AttentionLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+def self_attention(layer: nn.Module, x: Tensor) -> Any:
+    """What an attention module returns for x [B, T, C], [B, T, C] too; `torch.nn.MultiheadAttention` is given x three
+    times, in its own layout."""
+    if not isinstance(layer, nn.MultiheadAttention):
+        return layer(x)
+    if layer.batch_first:
+        return layer(x, x, x, need_weights=False)[0]
+    turned = x.transpose(0, 1)
+    return layer(turned, turned, turned, need_weights=False)[0].transpose(0, 1)
 
 
 def _check_mask(mask: Tensor, x: Tensor, heads: int) -> None:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesmith.engine.argument_checks import located
+from tilesmith.engine.argument_checks import present
 from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
+from tilesmith.precision.linear import FP8LinearLayer
 from tilesmith.precision.scaling import Scaling, follow, roll
 
 LEAST = 2.0**-16  # of the loss's first factor: batches that are not finite whatever it is must not bring it to 0
@@ -36,7 +37,7 @@ def create_fp8_trainer(
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_fp8_trainer: model must be a torch.nn.Module, got {type(model).__name__}")
     if device is not None:
-        model.to(located("create_fp8_trainer", "device", device))
+        model.to(present("create_fp8_trainer", "device", device, meta=True))
     return FP8TrainingEngine(model, config)
 
 
@@ -49,7 +50,7 @@ class FP8TrainingEngine:
     Args:
         model: any module; converted in place by `setup_fp8_training`, also if it is compiled or wrapped already in
             modules that keep the layers. A model that is converted already is taken as it is.
-        config: see `FP8Config`. None: the delayed recipe.
+        config: see `FP8Config`. None: the delayed recipe, or that of a model which is converted already.
         process_group: the ranks that skip together; None: all, where torch.distributed is up.
 
     As a context manager it converts on entry; on leaving, the model stays converted.
@@ -67,6 +68,7 @@ class FP8TrainingEngine:
         if config is not None and not isinstance(config, FP8Config):
             raise TypeError(f"FP8TrainingEngine: config must be an FP8Config, got {type(config).__name__}")
         self.model, self.config, self.process_group = model, config or FP8Config(), process_group
+        self._asked = config is not None
         self.loss_scale = float(self.config.loss_scale)
         self._scaled_by = 1.0  # what the newest gradients were multiplied by: 1.0 until training_step makes some
         self._ready = False
@@ -82,10 +84,13 @@ class FP8TrainingEngine:
         """The model stays converted."""
 
     def setup_fp8_training(self) -> None:
-        """Convert the model, once. Raises as `convert_model_to_fp8` does."""
+        """Convert the model, once. Raises as `convert_model_to_fp8` does, and ValueError where the model is converted
+        by another recipe than the config's."""
         if self._ready:
             return
         if converted(self.model):
+            if self._asked:
+                _check_recipe(self.model, self.config)
             follow(self.model)
         else:
             convert_model_to_fp8(self.model, self.config)
@@ -248,6 +253,19 @@ def _numbers(grad: Tensor) -> Tensor:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _check_recipe(model: nn.Module, config: FP8Config) -> None:
+    """ValueError unless the layers of a converted model cast as `config` says."""
+    has = next((m.config for m in model.modules() if isinstance(m, FP8LinearLayer)), config)
+    for name in ("recipe", "forward_format", "backward_format", "amax_history_length"):
+        asked, there = (getattr(c, name) for c in (config, has))
+        if asked != there:
+            asked, there = (x.name if isinstance(x, FP8Format) else repr(x) for x in (asked, there))
+            raise ValueError(
+                f"FP8TrainingEngine: the config's {name} is {asked}, the model is converted with {there}; call "
+                "revert_model_from_fp8(model) first, or make the engine without a config"
+            )
 
 
 def _check_targets(targets: Any, loss_fn: Any) -> None:

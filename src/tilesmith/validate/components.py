@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith.engine import ops, use
-from tilesmith.engine.argument_checks import size
-from tilesmith.nn import AttentionLayer
+from tilesmith.engine.argument_checks import present, size
+from tilesmith.engine.model_state import random_numbers_kept
+from tilesmith.nn.multihead import AttentionLayer, self_attention
 from tilesmith.validate.budget import Budget, compare
 
 BATCH, TOKENS = 3, 17
@@ -84,15 +85,17 @@ class ComponentValidator:
     say which. Further: the shape of the output, finite values, the same result of a second call, inputs that are not
     written to, the same result from strided inputs, and rows of a batch that do not depend on one another. A layer
     without a formula must do what its kind does: of attention tokens see others, a norm depends on the direction of a
-    token and not on its length, an MLP is not linear. The layer is left as it was.
+    token and not on its length, an MLP is not linear. The layer and random numbers are left as they were.
 
-    device: where to validate; the layer's own if None. dtype: in which; the layer's own if None.
+    device: where to validate; the layer's own if None. dtype: in which; the layer's own if None. Raises ValueError for
+    a device that is not here.
     """
 
     def __init__(self, device: torch.device | str | None = None, *, dtype: torch.dtype | None = None):
         if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
             raise TypeError(f"ComponentValidator: dtype must be a floating torch.dtype or None, got {dtype!r}")
-        self.device, self.dtype = None if device is None else torch.device(device), dtype
+        self.device = None if device is None else present("ComponentValidator", "device", device)
+        self.dtype = dtype
 
     def validate_attention_component(
         self, layer: nn.Module, d_model: int, num_heads: int, *, tokens: int = TOKENS
@@ -168,12 +171,13 @@ class ComponentValidator:
             x = torch.randint(classes, shape, generator=generator).to(device)
         else:
             x = torch.randn(*shape, generator=generator).to(device, dtype)
-        checks = tuple(_checks(tried, x, wanted, oracle, law))
+        with random_numbers_kept({torch.device("cpu"), device}):
+            checks = tuple(_checks(tried, x, wanted, oracle, law))
         return ValidationResults(type(layer).__name__, checks, FORMULA if oracle is not None else ITSELF)
 
 
 def _call(layer: nn.Module, x: Tensor) -> Tensor:
-    out = layer(x, x, x, need_weights=False) if isinstance(layer, nn.MultiheadAttention) else layer(x)
+    out = self_attention(layer, x)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -284,8 +288,8 @@ def _strided(x: Tensor) -> Tensor:
 def _has_formula(layer: nn.Module) -> bool:
     """Whether a layer is plain softmax attention over all tokens, of which the projections are known."""
     return type(layer) is AttentionLayer or (
-        type(layer) is nn.MultiheadAttention and layer.batch_first and layer._qkv_same_embed_dim
-        and layer.bias_k is None and not layer.add_zero_attn
+        type(layer) is nn.MultiheadAttention and layer._qkv_same_embed_dim and layer.bias_k is None
+        and not layer.add_zero_attn
     )  # fmt: skip
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import flag, size
 from tilesmith.engine.memory import human_size
+from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import Timing, interleave, launches, peak_memory
 from tilesmith.models.fusion.strategies import UnifiedAttentionFusion
 from tilesmith.models.optimization import undo
 from tilesmith.models.sizing.sample_inputs import loss_of, sample_of
-from tilesmith.models.sizing.state import state_preserved
 
 ROUNDS = 10
 

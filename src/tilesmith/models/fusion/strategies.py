@@ -12,6 +12,7 @@ from torch import nn
 
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.model_state import state_preserved
 from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
 from tilesmith.models.checkpoints import is_attached
 from tilesmith.models.compiling import CompiledForm, CompileRule
@@ -22,7 +23,6 @@ from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.optimization import undo
 from tilesmith.models.reach import described
 from tilesmith.models.sizing.sample_inputs import most_tokens, sample_of
-from tilesmith.models.sizing.state import state_preserved
 from tilesmith.rewrite.variants import obstacle
 
 

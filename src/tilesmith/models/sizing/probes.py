@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tilesmith.engine.memory import workspaces
+from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import EVENTS, peak_memory
 from tilesmith.models.layers.tiles import TILE
 from tilesmith.models.sizing.sample_inputs import Sample
-from tilesmith.models.sizing.state import state_preserved
 
 TIMED = 3  # steps of a probe whose median counts, after one that is not timed
 # device -> what libraries were seen to keep on it; they take it once in a process, perhaps before the first probe

@@ -42,8 +42,8 @@ class Sample:
             loss.backward()
 
     def on(self, device: torch.device) -> Sample:
-        """The same inputs on a device."""
-        moved = [value.to(device) if isinstance(value, Tensor) else value for value in _values(self)]
+        """The same inputs on a device, apart from the caller's graph: a backward leaves theirs without gradients."""
+        moved = [_apart(value.to(device)) if isinstance(value, Tensor) else value for value in _values(self)]
         count = len(self.args)
         return Sample(tuple(moved[:count]), dict(zip(self.kwargs, moved[count:])), self.dims)
 
@@ -51,6 +51,10 @@ class Sample:
 def _values(sample: Sample) -> Iterator[Any]:
     yield from sample.args
     yield from sample.kwargs.values()
+
+
+def _apart(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.requires_grad else x
 
 
 def _sized(value: Any, dim: int, batch: int) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tilesmith.engine.argument_checks import size
 from tilesmith.engine.memory import GB, MemoryConfig, human_size, workspaces
+from tilesmith.engine.model_state import state_preserved
 from tilesmith.hardware.capacity import capacity_of
 from tilesmith.models.blocks import BlockForm
 from tilesmith.models.checkpoints import (
@@ -27,7 +28,6 @@ from tilesmith.models.checkpoints import (
 from tilesmith.models.layers.tiles import TILE, TiledForm, gated_mlps, is_tiled
 from tilesmith.models.sizing.layer_costs import captured, kinds_of, layer_line, refuse_positions, tile_of
 from tilesmith.models.sizing.memory_estimate import held
-from tilesmith.models.sizing.state import state_preserved
 from tilesmith.models.sizing.step_costs import KEEPS, Line, StepCosts
 from tilesmith.rewrite import forms, original_class, swap, unswap
 

@@ -9,6 +9,7 @@ from enum import Enum
 WIDTHS = (2, 3, 4, 6, 8)
 TILE = 16  # rows of a tile
 GROUP = 64  # columns of a tile, which share a scale and a zero point in each row
+GRADIENT_WEIGHT, ACTIVATION_WEIGHT = 0.3, 0.4  # at which the Fisher information is used as it was measured
 
 
 class PrecisionFormat(Enum):
@@ -73,9 +74,10 @@ class PrecisionConfig:
     target_memory_reduction: at least this share of the bytes is saved, in (0, 1).
     gradient_weight, activation_weight: how much the two factors of the Fisher information, the mean squares of a row's
       output gradients and of a column's inputs, count: in proportion to the defaults, as exponents. At the defaults the
-      information is used as it was measured; 0 leaves a factor out. Not used by UNIFORM and MEASURED.
+      information is used as it was measured; 0 leaves a factor out. They need calibration data. The first moves widths
+      alone, so UNIFORM and MEASURED refuse it; the second weighs the errors of codes, too, unless these are STATIC.
 
-    Raises TypeError, ValueError for values that are none of these.
+    Raises TypeError, ValueError for values that are none of these, and for weights that would change nothing.
     """
 
     base_precision: PrecisionFormat = PrecisionFormat.FP16
@@ -83,8 +85,8 @@ class PrecisionConfig:
     quantization_mode: QuantizationMode = QuantizationMode.DYNAMIC
     entropy_threshold: float = 1.5
     target_memory_reduction: float = 0.4
-    gradient_weight: float = 0.3
-    activation_weight: float = 0.4
+    gradient_weight: float = GRADIENT_WEIGHT
+    activation_weight: float = ACTIVATION_WEIGHT
 
     def __post_init__(self) -> None:
         kinds = {
@@ -116,6 +118,27 @@ class PrecisionConfig:
         for name in ("gradient_weight", "activation_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"PrecisionConfig: {name} is {getattr(self, name)}; it must be 0 or more")
+        self._refuse_ignored()
+
+    def _refuse_ignored(self) -> None:
+        """ValueError for a weight that this strategy and mode would not look at."""
+        strategy, mode = self.allocation_strategy, self.quantization_mode
+        if strategy not in (AllocationStrategy.UNIFORM, AllocationStrategy.MEASURED):
+            return
+        ignored = {"gradient_weight": GRADIENT_WEIGHT}
+        if mode is QuantizationMode.STATIC:
+            ignored["activation_weight"] = ACTIVATION_WEIGHT
+        for name, default in ignored.items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"PrecisionConfig: {name} is {getattr(self, name)}, which changes nothing with {strategy.name} "
+                    f"widths and {mode.name} codes; leave it at {default}, or take ENTROPY_BASED or FISHER"
+                )
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the Fisher information is not used as it was measured."""
+        return (self.gradient_weight, self.activation_weight) != (GRADIENT_WEIGHT, ACTIVATION_WEIGHT)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.engine.argument_checks import located
+from tilesmith.engine.argument_checks import present
 from tilesmith.engine.model_state import buffers_kept, random_numbers_kept
 from tilesmith.precision.adaptive.adapters import reason_to_leave, wrappers_of
 from tilesmith.precision.adaptive.config import PrecisionFormat
@@ -38,10 +38,7 @@ def device_of(op: str, device: Any) -> torch.device | None:
     """A device that a packed model can be on, or None; ValueError for one that there is not, and for meta."""
     if device is None:
         return None
-    found = located(op, "device", device)
-    if found.type == "meta":
-        raise ValueError(f"{op}: device is meta, where weights have no values; pass a device that computes")
-    return found
+    return present(op, "device", device)
 
 
 def eligible(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:

@@ -146,6 +146,8 @@ def create_ultra_precision_module(
         raise ValueError(f"{OP}: the model is packed already")
     if calibration is None and config.quantization_mode is QuantizationMode.STATIC:
         raise ValueError(f"{OP}: QuantizationMode.STATIC rounds by the layers' inputs; pass calibration=")
+    if calibration is None and config.weighted:
+        raise ValueError(f"{OP}: gradient_weight and activation_weight weigh calibration data; pass calibration=")
     given = None if calibration is None else calibration_of(calibration, loss_fn, device)
     if given is None and loss_fn is not None:
         raise ValueError(f"{OP}: loss_fn is of no use without calibration=")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith.precision.adaptive.calibration import Calibration
-from tilesmith.precision.adaptive.config import GROUP, TILE, PrecisionConfig
+from tilesmith.precision.adaptive.config import ACTIVATION_WEIGHT, GRADIENT_WEIGHT, GROUP, TILE, PrecisionConfig
 from tilesmith.precision.adaptive.quantizer import group_parameters, nearest
 
 PIECE = 2**24  # weights whose codes are searched at a time
@@ -38,8 +38,8 @@ class Seen:
         """The Fisher information [N, K] of a position of the data, its factors weighted as the config says."""
         found = self.fisher / max(1, self.positions)
         for weight, default, factor in (
-            (config.gradient_weight, 0.3, self.gradients[:, None]),
-            (config.activation_weight, 0.4, self.inputs[None, :]),
+            (config.gradient_weight, GRADIENT_WEIGHT, self.gradients[:, None]),
+            (config.activation_weight, ACTIVATION_WEIGHT, self.inputs[None, :]),
         ):
             if weight != default:
                 scaled = factor / factor.mean().clamp(min=1e-30)
