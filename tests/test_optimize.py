@@ -269,6 +269,17 @@ def test_another_output_layer_put_in_later_computes_by_itself():
     assert not rewrite.forms(model.lm_head)
 
 
+def test_a_parametrized_output_layer_computes_its_weight_once_a_call():
+    model, plain, inputs = build("llama", layers=1), build("llama", layers=1), batch("llama")
+    optimize(model)
+    for m in (model, plain):
+        torch.manual_seed(3)
+        nn.utils.parametrizations.spectral_norm(m.lm_head)  # each access in training is one step of its iteration
+        train(m, inputs)
+    for name, buffer in plain.lm_head.named_buffers():
+        torch.testing.assert_close(model.lm_head.get_buffer(name), buffer)
+
+
 def test_transforms_of_torch_func():
     model, inputs = build("llama", layers=1), batch("llama")
     values = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
