@@ -14,6 +14,7 @@ from torch import Tensor
 from tilesmith.engine.launcher import hooked
 from tilesmith.engine.registry import backend_of, ops
 from tilesmith.engine.table import Table
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.hardware.detect import arch_of
 from tilesmith.settings import settings
 
@@ -72,7 +73,7 @@ def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
     the type of device that fn works on."""
 
     def run(*args: Any) -> Any:
-        if kind == "meta" or not torch.is_autocast_enabled(kind):
+        if not autocasts(kind):
             return fn(*args)
         with torch.autocast(kind, enabled=False):
             return fn(*args)

@@ -349,7 +349,7 @@ class Op:
 
     def _autocast(self, args: tuple) -> tuple:
         kind = next((a.device.type for a in args if isinstance(a, Tensor)), "meta")
-        if kind == "meta" or not torch.is_autocast_enabled(kind):
+        if not torch_private.autocasts(kind):
             return args
         to = torch.get_autocast_dtype(kind)
         return tuple(

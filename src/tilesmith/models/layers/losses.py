@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.engine.torch_private import constant_in_graphs
+from tilesmith.engine import torch_private
+from tilesmith.engine.torch_private import autocasts, constant_in_graphs
 from tilesmith.models.layers.logits import LazyLogits
 from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variants import obstacle
@@ -61,7 +62,7 @@ class HeadForm(Form):
             if weight is None:
                 return base.forward(self, input)
             kind = input.device.type
-            lowered = torch.is_autocast_enabled(kind) and input.dtype is not torch.float64  # as PyTorch's autocast
+            lowered = autocasts(kind) and input.dtype is not torch.float64  # as PyTorch's autocast
             dtype = torch.get_autocast_dtype(kind) if lowered else input.dtype
             # A compiled graph must not return what the module counts in.
             calls = None if torch.compiler.is_compiling() else self.__dict__.get(CALLS)
@@ -83,6 +84,7 @@ def _deferrable_weight(head: nn.Linear) -> Tensor | None:
         # under FSDP2 a layer that is wrapped by itself frees its weight when its forward returns
         or _wrapped(type(head))
         or _is_seen(head)
+        or torch_private.batched()  # vmap returns tensors alone
         or "_is_replica" in head.__dict__  # hasattr of a module raises and catches, in a guard at each call
     )
     weight = None if seen else head.weight
