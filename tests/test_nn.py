@@ -201,6 +201,15 @@ def test_generate_refuses_what_the_cache_cannot_hold():
         decoder.new_cache(1, 49)
 
 
+def test_a_decoder_made_on_meta_has_its_tables_after_weights_were_assigned():
+    whole = _decoder(LLAMA)
+    with torch.device("meta"):
+        other = nn.Decoder(LLAMA)
+    other.load_state_dict(whole.state_dict(), assign=True)
+    tokens = _tokens(LLAMA)
+    assert torch.equal(other(tokens), whole(tokens))
+
+
 @pytest.mark.parametrize("name", ["llama", "tied"])
 def test_state_dict_round_trip(name, tmp_path):
     config = CONFIGS[name]

@@ -28,7 +28,8 @@ from optimize_models import (  # noqa: F401
 )
 from tilesmith import rewrite
 from tilesmith.attention.fusion import create_unified_attention_fusion
-from tilesmith.models import optimize, undo
+from tilesmith.models import optimization, optimize, undo
+from tilesmith.models.attention.chosen import turns
 from tilesmith.models.attention.interface import attention_forward
 from tilesmith.models.attention.turns import Turns
 from tilesmith.models.layers.logits import LazyLogits
@@ -269,6 +270,17 @@ def test_another_output_layer_put_in_later_computes_by_itself():
     assert not rewrite.forms(model.lm_head)
 
 
+def test_a_parametrized_output_layer_computes_its_weight_once_a_call():
+    model, plain, inputs = build("llama", layers=1), build("llama", layers=1), batch("llama")
+    optimize(model)
+    for m in (model, plain):
+        torch.manual_seed(3)
+        nn.utils.parametrizations.spectral_norm(m.lm_head)  # each access in training is one step of its iteration
+        train(m, inputs)
+    for name, buffer in plain.lm_head.named_buffers():
+        torch.testing.assert_close(model.lm_head.get_buffer(name), buffer)
+
+
 def test_transforms_of_torch_func():
     model, inputs = build("llama", layers=1), batch("llama")
     values = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
@@ -279,6 +291,41 @@ def test_transforms_of_torch_func():
     wanted = torch.func.grad(loss)(values)
     optimize(model)
     torch.testing.assert_close(torch.func.grad(loss)(values), wanted)
+
+
+def test_members_of_an_ensemble_return_logits_under_vmap():
+    models, inputs = [optimize(build("llama", layers=1)) for _ in range(2)], batch("llama", padded=None)
+    inputs = {name: inputs[name] for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.1)
+    values, buffers = torch.func.stack_module_state(models)
+
+    def logits(values, buffers):
+        return torch.func.functional_call(models[0], (values, buffers), (), inputs).logits
+
+    wanted = torch.stack([model(**inputs).logits.tensor() for model in models])
+    torch.testing.assert_close(torch.func.vmap(logits)(values, buffers), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])  # RMSNorm, LayerNorm, scores that are followed
+def test_a_model_on_meta_is_called_with_labels(family):
+    model = optimize(build(family, layers=1)).to("meta")
+    inputs = {name: x.to("meta") for name, x in batch(family, padded=None).items() if name != "attention_mask"}
+    out = model(**inputs)
+    assert out.loss.device.type == "meta" and out.logits.tensor().shape == (2, 12, 128)
+
+
+def test_a_part_that_was_optimised_before_keeps_its_lock_when_the_whole_fails(monkeypatch):
+    model = build("bart")
+    part = optimize(model.model)  # which holds two models of its own
+    assert turns(part) is turns(part.encoder) is turns(part.decoder)
+    monkeypatch.setattr(optimization.FunctionalRule, "match", lambda self, site: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        optimize(model)
+    assert turns(part) is turns(part.encoder) is turns(part.decoder)
+    undo(model)
+    assert not any("turns" in name for module in model.modules() for name in module.__dict__)
 
 
 def test_undo_of_what_has_lost_a_part():

@@ -347,3 +347,11 @@ def test_verdicts_are_asked_once_per_kind():
     with pytest.raises(rewrite.Unlike):
         verdicts.of(other, answer)
     assert len(asked) == 2
+
+
+def test_verdicts_tell_types_of_settings_apart():
+    verdicts = probe.Verdicts()
+    for mode in (True, 1, 1.0):
+        layer = Scale()
+        layer.mode = mode
+        assert verdicts.of(layer, lambda: type(mode)) is type(mode)  # noqa: B023

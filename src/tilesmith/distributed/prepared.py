@@ -27,7 +27,7 @@ from tilesmith.distributed.schedule import Schedule
 from tilesmith.distributed.signature import Facts
 from tilesmith.engine.argument_checks import choice, flag, probability
 from tilesmith.engine.argument_checks import size as checked_size
-from tilesmith.engine.torch_private import any_autocast
+from tilesmith.engine.torch_private import any_autocast, autocasts
 
 MODES = ("auto", "allgather", "ulysses", "ring", "hybrid")
 MOST = 256  # calls that are kept
@@ -124,7 +124,7 @@ def _facts(x: Tensor | None) -> Any:
 
 
 def _autocast(q: Tensor) -> torch.dtype | None:
-    if not any_autocast() or not torch.is_autocast_enabled(q.device.type):
+    if not any_autocast() or not autocasts(q.device.type):
         return None
     return torch.get_autocast_dtype(q.device.type)
 

@@ -16,6 +16,7 @@ from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.launcher import hooked
 from tilesmith.engine.registry import backend_of, ops
 from tilesmith.engine.table import Table
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.hardware.detect import arch_of
 from tilesmith.settings import settings
 
@@ -74,7 +75,7 @@ def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
     the type of device that fn works on."""
 
     def run(*args: Any) -> Any:
-        if kind == "meta" or not torch.is_autocast_enabled(kind):
+        if not autocasts(kind):
             return fn(*args)
         with torch.autocast(kind, enabled=False):
             return fn(*args)

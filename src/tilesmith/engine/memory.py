@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.torch_private import autocasts
 
 GB = 10**9
 FAR = 1e9  # more GB than there are
@@ -217,8 +218,4 @@ def held(x: Tensor | None) -> int:
 def computed_in(x: Tensor) -> torch.dtype:
     """The dtype that autocast, where it is on, makes of x's."""
     kind = x.device.type
-    return (
-        torch.get_autocast_dtype(kind)
-        if x.dtype.itemsize <= 4 and kind != "meta" and torch.is_autocast_enabled(kind)
-        else x.dtype
-    )
+    return torch.get_autocast_dtype(kind) if x.dtype.itemsize <= 4 and autocasts(kind) else x.dtype

@@ -23,6 +23,7 @@ from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, p
 from tilesmith.engine.kernel import Kernel, as_written
 from tilesmith.engine.key import Direct, Known, make_key
 from tilesmith.engine.metadata import TensorFacts, describer
+from tilesmith.engine.negated import asking
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
 from tilesmith.hardware.detect import Arch, arch_named, arch_of, assuming
@@ -340,7 +341,7 @@ class Op:
         found = ready(fn)
         if configure is not None and configure.hides:
             found.alone = ready(configure.bind(args, fields, hidden=False))
-        return found
+        return found if kernel.backend == REFERENCE else asking(self, found, args, pin)
 
     def _public(self, outs: Any) -> Any:
         if not isinstance(outs, tuple | list):
@@ -349,7 +350,7 @@ class Op:
 
     def _autocast(self, args: tuple) -> tuple:
         kind = next((a.device.type for a in args if isinstance(a, Tensor)), "meta")
-        if kind == "meta" or not torch.is_autocast_enabled(kind):
+        if not torch_private.autocasts(kind):
             return args
         to = torch.get_autocast_dtype(kind)
         return tuple(

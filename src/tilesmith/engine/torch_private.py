@@ -104,6 +104,14 @@ functorch: Callable[[], Any] = _get("torch._C._functorch.peek_interpreter_stack"
 knows_functorch = functorch is not _transforms or _stack is not None
 """Whether `functorch` can tell; else one may be at work in each call: all go to the dispatcher, torch.func raises."""
 
+
+def batched() -> bool:
+    """Whether what runs now is the function of a vmap itself; False where torch cannot tell, and while compiling."""
+    if torch.compiler.is_compiling() or not knows_functorch or functorch() is None or _stack is None or _kinds is None:
+        return False
+    return _stack()[-1].key() == _kinds.Vmap
+
+
 _tracing, _trace_on = _get("torch._C._get_tracing_state"), _get("torch._C._set_tracing_state")
 
 
@@ -130,6 +138,11 @@ def _each_autocast() -> bool:
 
 any_autocast: Callable[[], bool] = _any_autocast or _each_autocast
 """Whether autocast is on for any kind of device."""
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device. There is none for meta, of which torch raises."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])

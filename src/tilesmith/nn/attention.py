@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import divides, flag, number, positive, probability, size, tensor
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import RotaryEmbedding
@@ -138,7 +139,7 @@ class Attention(nn.Module):
         if size("Attention", "layer", layer, 0) >= len(cache.keys):
             raise ValueError(f"Attention: layer is {layer}; the cache has layers 0 to {len(cache.keys) - 1}")
         keys, values = cache.keys[layer], cache.values[layer]
-        if keys.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):  # before anything is written
+        if keys.dtype != q.dtype and not autocasts(q.device.type):  # before anything is written
             raise TypeError(
                 f"Attention: cache has dtype {keys.dtype}, q {q.dtype}; make the cache in the layer's dtype"
             )

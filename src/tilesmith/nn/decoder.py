@@ -308,6 +308,8 @@ class Decoder(nn.Module):
             raise ValueError(f"sequence has position {int(sequence.positions.max())}; max_positions is {limit}")
         if cu_seqlens is None and tokens.shape[1] > limit:
             raise ValueError(f"tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}")
+        if self.rotary.cos.is_meta and not tokens.is_meta:  # load_state_dict(assign=True) brings no tables
+            self.rotary.to_empty(device=tokens.device)
         x, residual = self.embed_tokens(tokens), None
         for i, block in enumerate(self.layers):
             x, residual = block(

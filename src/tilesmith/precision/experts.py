@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilesmith import ops
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.nn import Experts
 from tilesmith.nn.norm import expect_casters
 from tilesmith.ops.moe.reference import GATED
@@ -61,7 +62,7 @@ class FP8Experts(CastsWeights):
         """Whether a call is computed in 8 bits."""
         gate_up, down = self.weights()
         rows = x.numel() // max(1, x.shape[-1])
-        one = x.dtype == gate_up.dtype or torch.is_autocast_enabled(x.device.type)
+        one = x.dtype == gate_up.dtype or autocasts(x.device.type)
         fits = rows >= self.config.min_tokens and x.dtype in SERVED and one
         return fits and all(map(plain, (x, gate_up, down))) and not transformed()
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith.engine import torch_private
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
 from tilesmith.precision.products import Cast, Plan
@@ -167,7 +168,7 @@ def misfit_of(layer: nn.Linear) -> str | None:
 
 def output_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(kind) if autocasts(kind) else x.dtype
 
 
 def plain(x: Tensor) -> bool:

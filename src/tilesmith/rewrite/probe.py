@@ -140,7 +140,7 @@ def _likeness(module: nn.Module) -> Hashable:
     model is rewritten, so ids are safe to compare.
     """
     attributes = tuple(
-        (name, value if isinstance(value, _PLAIN) else id(value))
+        (name, _identity(value))
         for name, value in module.__dict__.items()
         if name not in _OWN and not name.startswith("_")
     )
@@ -150,9 +150,14 @@ def _likeness(module: nn.Module) -> Hashable:
     return original_class(type(module)), attributes, tensors, buffers, children
 
 
+def _identity(value: Any) -> Hashable:
+    """Equal for two plain values of one type, since 1 == 1.0 == True, and for one object."""
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
 def _kind(child: nn.Module) -> Hashable:
     """Equal for two children of one class that have the same settings, such as a GELU's `approximate`."""
-    settings = tuple((name, value if isinstance(value, _PLAIN) else id(value)) for name, value in settings_of(child))
+    settings = tuple((name, _identity(value)) for name, value in settings_of(child))
     return original_class(type(child)), settings, tuple((name, _kind(c)) for name, c in child.named_children())
 
 

@@ -105,6 +105,11 @@ def turns(model: nn.Module) -> Turns:
     return model.__dict__.get(_TURNS) or model.__dict__.setdefault(_TURNS, Turns())
 
 
+def has_turns(model: nn.Module) -> bool:
+    """Whether a model has its lock already."""
+    return _TURNS in model.__dict__
+
+
 def share_turns(model: nn.Module, kind: type) -> None:
     """Give a model and the models of a kind within it one lock: they have configurations in common."""
     shared = Turns()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.attention.chosen import NAME, ChosenForm, drop_turns, share_turns, take_back, turns
+from tilesmith.models.attention.chosen import NAME, ChosenForm, drop_turns, has_turns, share_turns, take_back, turns
 from tilesmith.models.attention.continuous import batching
 from tilesmith.models.attention.masks import KeyMask, causal_by_mask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
@@ -212,7 +212,13 @@ class AttentionForm(ChosenForm):
         share_turns(module, PreTrainedModel)
 
     def leave(self, module: nn.Module) -> None:
+        from transformers import PreTrainedModel
+
         drop_turns(module)
+        for part in module.modules():  # those that were optimised by themselves before
+            ours = any(isinstance(form, AttentionForm) for form in forms(part))
+            if part is not module and ours and not has_turns(part):
+                share_turns(part, PreTrainedModel)
         take_back(self.ours(module))
 
 

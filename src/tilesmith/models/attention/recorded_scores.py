@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.models.attention.added_masks import visible
 
 
@@ -108,6 +109,6 @@ class Recorded:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What a matrix product casts x to; None outside of autocast."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+    if not autocasts(kind) or x.dtype is torch.float64:
         return None
     return torch.get_autocast_dtype(kind)

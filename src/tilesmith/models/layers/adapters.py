@@ -60,7 +60,7 @@ def whole(base: nn.Module, x: Tensor, dropout: nn.Module) -> bool:
     if not is_plain(type(base)) or observed(base) or observed(dropout) or drops(dropout):
         return False
     weight, kind = base._parameters.get("weight"), x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = torch.get_autocast_dtype(kind) if torch_private.autocasts(kind) else x.dtype
     return type(weight) in _PLAIN and dtype == weight.dtype
 
 

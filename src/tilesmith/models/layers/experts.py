@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tilesmith import ops
 from tilesmith.engine import tracing
 from tilesmith.engine.sharding import distributed
-from tilesmith.engine.torch_private import without_modes
+from tilesmith.engine.torch_private import autocasts, without_modes
 from tilesmith.models.layers.parameter_adapters import (
     adapted,
     factors,
@@ -100,7 +100,7 @@ def _served(args: tuple, more: Iterable[Any] = ()) -> bool:
     """Whether the op takes a call with the arguments of `experts_of` and `more` tensors: a kernel is there, tensors are
     whole, not packed and, but under autocast, of one dtype, and each token has experts and weights of its own."""
     x, up, down, indices, weights, *biases = args[:7]
-    one = all(t is None or t.dtype == x.dtype for t in (up, down, *biases)) or torch.is_autocast_enabled(x.device.type)
+    one = all(t is None or t.dtype == x.dtype for t in (up, down, *biases)) or autocasts(x.device.type)
     packed = any(map(wraps, (up, down)))
     whole = _fits(x, indices, weights) and not packed and not distributed((*args, *more))
     return reaches("experts", x) and one and whole

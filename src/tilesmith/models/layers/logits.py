@@ -7,6 +7,7 @@ soft cap, reshaping and slicing that happened since. `torch.nn.functional.cross_
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.ops.loss.checks import INTEGERS
 
 
@@ -53,7 +55,8 @@ class LazyLogits:
                 "these logits were not computed, and the weights have changed or were freed since: read outputs.logits "
                 "before optimizer.step() (with FSDP before backward()), or call optimize(model, exclude=['loss'])"
             )
-        with torch.autocast(self.hidden.device.type, enabled=False):
+        kind = self.hidden.device.type
+        with torch.autocast(kind, enabled=False) if autocasts(kind) else contextlib.nullcontext():
             made = F.linear(self.hidden, self.weight, self.bias)
             for step, value in self.steps:
                 made = _STEPS[step](made, value)
@@ -61,6 +64,8 @@ class LazyLogits:
         return made
 
     def _stale(self) -> bool:
+        if self.weight.is_meta:  # which has no values
+            return False
         freed = self.weight.untyped_storage().size() == 0
         return freed or not torch.equal(self.sample, _sample(self.weight, self.bias))
 
@@ -220,7 +225,7 @@ def cross_entropy(
         label_smoothing=label_smoothing,
     )
     # Autocast computes a cross-entropy in float32 whatever its input, but for float64.
-    raised = torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64
+    raised = autocasts(input.device.type) and input.dtype is not torch.float64
     return loss.to(torch.float32 if raised else input.dtype)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.engine.torch_private import constant_in_graphs
+from tilesmith.engine import torch_private
+from tilesmith.engine.torch_private import autocasts, constant_in_graphs
 from tilesmith.models.layers.logits import LazyLogits
 from tilesmith.rewrite import CALLS, Form, Replace, Rule, Site, Skip, forms, given, original_class
 from tilesmith.rewrite.variants import obstacle
@@ -57,16 +58,15 @@ class HeadForm(Form):
     def namespace(self, base: type) -> dict[str, Any]:
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             # Without the attribute after undo, where other code kept this very method to call it.
-            if not (getattr(self, _LAZY, False) and _deferrable(self)):
+            weight = _deferrable_weight(self) if getattr(self, _LAZY, False) else None
+            if weight is None:
                 return base.forward(self, input)
             kind = input.device.type
-            lowered = torch.is_autocast_enabled(kind) and input.dtype is not torch.float64  # as PyTorch's autocast
+            lowered = autocasts(kind) and input.dtype is not torch.float64  # as PyTorch's autocast
             dtype = torch.get_autocast_dtype(kind) if lowered else input.dtype
             # A compiled graph must not return what the module counts in.
             calls = None if torch.compiler.is_compiling() else self.__dict__.get(CALLS)
-            return LazyLogits(
-                _cast(input, dtype), _cast(self.weight, dtype), _cast(self.bias, dtype), dtype, calls=calls
-            )
+            return LazyLogits(_cast(input, dtype), _cast(weight, dtype), _cast(self.bias, dtype), dtype, calls=calls)
 
         return {"forward": forward, _LAZY: False}
 
@@ -76,20 +76,21 @@ def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return x if x is None or x.dtype is dtype else x.to(dtype)
 
 
-def _deferrable(head: nn.Linear) -> bool:
-    """Whether the weight will still be there when the loss is computed, and whether nobody looks at the output."""
-    weight = head.weight
-    return (
-        head.training
-        and torch.is_grad_enabled()
-        # Sharded (DTensor) and quantised weights have types of their own; DeepSpeed takes the storage away (ds_id);
-        # under FSDP2 a layer that is wrapped by itself frees its weight when its forward returns.
-        and (type(weight) in (nn.Parameter, Tensor) or isinstance(weight, torch._subclasses.FakeTensor))
-        and not hasattr(weight, "ds_id")
-        and not _wrapped(type(head))
-        and not _is_seen(head)
-        and "_is_replica" not in head.__dict__  # hasattr of a module raises and catches, in a guard at each call
+def _deferrable_weight(head: nn.Linear) -> Tensor | None:
+    """The weight of an output layer, if it will still be there when the loss is computed, and nobody looks at the
+    output; None otherwise. It is read once: a parametrization computes it at each access, and may change by that."""
+    seen = (
+        not (head.training and torch.is_grad_enabled())
+        # under FSDP2 a layer that is wrapped by itself frees its weight when its forward returns
+        or _wrapped(type(head))
+        or _is_seen(head)
+        or torch_private.batched()  # vmap returns tensors alone
+        or "_is_replica" in head.__dict__  # hasattr of a module raises and catches, in a guard at each call
     )
+    weight = None if seen else head.weight
+    # Sharded (DTensor) and quantised weights have types of their own; DeepSpeed takes the storage away (ds_id).
+    plain = type(weight) in (nn.Parameter, Tensor) or isinstance(weight, torch._subclasses.FakeTensor)
+    return weight if plain and not hasattr(weight, "ds_id") else None
 
 
 def _is_seen(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.torch_private import constant_in_graphs
+from tilesmith.engine.torch_private import autocasts, constant_in_graphs
 from tilesmith.models.reach import ran, reaches
 from tilesmith.nn.norm import CASTER, casting_child
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
@@ -99,7 +99,7 @@ def servable(module: nn.Module, x: Tensor, norm: Norm, added: bool = False) -> b
         return False
     if norm.centred:
         # Autocast runs LayerNorm in float32 whatever its input.
-        return not (x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type))
+        return not (x.dtype is not torch.float32 and autocasts(x.device.type))
     weight = getattr(module, "weight", None)
     # The product of a rounded norm and a weight of another dtype is promoted; the op returns x's dtype.
     return norm.casting == "fp32" or weight is None or weight.dtype is x.dtype

@@ -117,7 +117,7 @@ class _Asked:
 def _state(x: Tensor) -> tuple[Any, ...]:
     """What has to be the same for two layers to compute of x together."""
     kind = x.device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    cast = torch.get_autocast_dtype(kind) if torch_private.autocasts(kind) else None
     return (0 if x.is_inference() else x._version), torch.is_grad_enabled(), cast
 
 

@@ -19,6 +19,7 @@ from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.latent import values_in_keys
@@ -307,7 +308,7 @@ def _spelled(misplaced: dict[str, Any]) -> str:
 
 def _autocast_to_come(q: Tensor) -> bool:
     """Whether the op's check will see other dtypes than came."""
-    return isinstance(q, Tensor) and q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
+    return isinstance(q, Tensor) and autocasts(q.device.type)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
