@@ -31,7 +31,7 @@ def _lines(ptr, strides, batch, head, tokens, DIM: tl.constexpr, BLOCK_D: tl.con
 @triton.jit
 def _copy_runs_kernel(
     a_ptr, b_ptr, into_a_ptr, into_b_ptr, runs_ptr, a_strides, b_strides, into_a_strides, into_b_strides, lanes, heads,
-    RUNS: tl.constexpr, DIM_A: tl.constexpr, DIM_B: tl.constexpr, ALIGNED: tl.constexpr,
+    RUNS: tl.constexpr, DIM_A: tl.constexpr, DIM_B: tl.constexpr, ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     # all heads of some tokens are neighbours in time: what is by token in memory is then moved in whole blocks
@@ -44,15 +44,15 @@ def _copy_runs_kernel(
     held = (place < tl.load(runs_ptr + 3 * RUNS + run))[:, None]
     source = (tl.load(runs_ptr + RUNS + run) + place).to(tl.int64)
     target = (tl.load(runs_ptr + 2 * RUNS + run) + place).to(tl.int64)
-    a_lines, cols = _lines(a_ptr, a_strides, batch, head, source, DIM_A, BLOCK_A, ALIGNED)
+    a_lines, cols = _lines(a_ptr, a_strides, batch, head, source, DIM_A, BLOCK_A, ALIGNED_A)
     a = tl.load(a_lines, mask=held & cols)
     if DIM_B > 0:  # both loads before the first store, which they could not pass
-        b_lines, b_cols = _lines(b_ptr, b_strides, batch, head, source, DIM_B, BLOCK_B, ALIGNED)
+        b_lines, b_cols = _lines(b_ptr, b_strides, batch, head, source, DIM_B, BLOCK_B, ALIGNED_B)
         b = tl.load(b_lines, mask=held & b_cols)
-    into_lines, _ = _lines(into_a_ptr, into_a_strides, batch, head, target, DIM_A, BLOCK_A, ALIGNED)
+    into_lines, _ = _lines(into_a_ptr, into_a_strides, batch, head, target, DIM_A, BLOCK_A, ALIGNED_A)
     tl.store(into_lines, a, mask=held & cols)
     if DIM_B > 0:
-        into_lines, _ = _lines(into_b_ptr, into_b_strides, batch, head, target, DIM_B, BLOCK_B, ALIGNED)
+        into_lines, _ = _lines(into_b_ptr, into_b_strides, batch, head, target, DIM_B, BLOCK_B, ALIGNED_B)
         tl.store(into_lines, b, mask=held & b_cols)
 
 
@@ -60,7 +60,7 @@ def _copy_runs_kernel(
 def _add_runs_kernel(
     a_ptr, b_ptr, more_a_ptr, more_b_ptr, into_a_ptr, into_b_ptr, runs_ptr,
     a_strides, b_strides, more_a_strides, more_b_strides, into_a_strides, into_b_strides, lanes, heads, tokens, count,
-    RUNS: tl.constexpr, DIM_A: tl.constexpr, DIM_B: tl.constexpr, ALIGNED: tl.constexpr,
+    RUNS: tl.constexpr, DIM_A: tl.constexpr, DIM_B: tl.constexpr, ALIGNED_A: tl.constexpr, ALIGNED_B: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) // lanes * BLOCK_T
@@ -68,11 +68,11 @@ def _add_runs_kernel(
     batch, head = lane // heads, lane % heads
     place = first + tl.arange(0, BLOCK_T)
     held, token = (place < tokens)[:, None], place.to(tl.int64)
-    a_lines, cols = _lines(a_ptr, a_strides, batch, head, token, DIM_A, BLOCK_A, ALIGNED)
+    a_lines, cols = _lines(a_ptr, a_strides, batch, head, token, DIM_A, BLOCK_A, ALIGNED_A)
     a = tl.load(a_lines, mask=held & cols)
     b = a
     if DIM_B > 0:
-        b_lines, b_cols = _lines(b_ptr, b_strides, batch, head, token, DIM_B, BLOCK_B, ALIGNED)
+        b_lines, b_cols = _lines(b_ptr, b_strides, batch, head, token, DIM_B, BLOCK_B, ALIGNED_B)
         b = tl.load(b_lines, mask=held & b_cols)
     for run in range(count):
         to = tl.load(runs_ptr + 2 * RUNS + run)
@@ -80,18 +80,18 @@ def _add_runs_kernel(
         if (to < first + BLOCK_T) & (end > first):
             source = (tl.load(runs_ptr + RUNS + run) + place - to).to(tl.int64)
             inside = ((place >= to) & (place < end))[:, None]
-            lines, _ = _lines(more_a_ptr, more_a_strides, batch, head, source, DIM_A, BLOCK_A, ALIGNED)
+            lines, _ = _lines(more_a_ptr, more_a_strides, batch, head, source, DIM_A, BLOCK_A, ALIGNED_A)
             more = tl.load(lines, mask=inside & cols)
             # where, not + 0: -0 stays -0
             a = tl.where(inside, (a.to(tl.float32) + more.to(tl.float32)).to(a.dtype), a)
             if DIM_B > 0:
-                lines, _ = _lines(more_b_ptr, more_b_strides, batch, head, source, DIM_B, BLOCK_B, ALIGNED)
+                lines, _ = _lines(more_b_ptr, more_b_strides, batch, head, source, DIM_B, BLOCK_B, ALIGNED_B)
                 more = tl.load(lines, mask=inside & b_cols)
                 b = tl.where(inside, (b.to(tl.float32) + more.to(tl.float32)).to(b.dtype), b)
-    into_lines, _ = _lines(into_a_ptr, into_a_strides, batch, head, token, DIM_A, BLOCK_A, ALIGNED)
+    into_lines, _ = _lines(into_a_ptr, into_a_strides, batch, head, token, DIM_A, BLOCK_A, ALIGNED_A)
     tl.store(into_lines, a.to(into_a_ptr.dtype.element_ty), mask=held & cols)
     if DIM_B > 0:
-        into_lines, _ = _lines(into_b_ptr, into_b_strides, batch, head, token, DIM_B, BLOCK_B, ALIGNED)
+        into_lines, _ = _lines(into_b_ptr, into_b_strides, batch, head, token, DIM_B, BLOCK_B, ALIGNED_B)
         tl.store(into_lines, b.to(into_b_ptr.dtype.element_ty), mask=held & b_cols)
 
 
@@ -149,8 +149,9 @@ def _launch(kernel, tensors: Sequence[Tensor], runs: Sequence[int], tokens: int 
     sizes = (batch * heads, heads) if tokens is None else (batch * heads, heads, tokens, len(runs) // 3)
     launch(
         kernel, (batch * heads * tiles,), *tensors, table, *(x.stride()[:3] for x in tensors), *sizes,
-        RUNS=table.shape[1], DIM_A=dim, DIM_B=b.shape[3], ALIGNED=all(map(is_16_byte_aligned, tensors)),
-        BLOCK_T=block_t, BLOCK_A=block_a, BLOCK_B=block_b, num_warps=4,
+        RUNS=table.shape[1], DIM_A=dim, DIM_B=b.shape[3], ALIGNED_A=all(map(is_16_byte_aligned, tensors[::2])),
+        ALIGNED_B=all(map(is_16_byte_aligned, tensors[1::2])), BLOCK_T=block_t, BLOCK_A=block_a, BLOCK_B=block_b,
+        num_warps=4,
     )  # fmt: skip
 
 
