@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -100,6 +102,34 @@ def test_a_marker_can_ask_for_some_cases(tmp_path):
     assert tables.fill(shown, tmp_path) == shown
     with pytest.raises(ValueError, match="an_op has no rows of e, f"):
         tables.fill("<!-- bench:cpu/an_op a f e -->\n<!-- /bench -->", tmp_path)
+
+
+def test_the_table_of_training_steps(tmp_path):
+    """Ours is compared with the fastest of the others in any run; not where plain PyTorch alone was measured."""
+
+    def row(ms, gb):
+        return {"ms": ms, "peak_gb": gb}
+
+    both = {"eager": row(90, 9), "compile": {"error": "no"}, "liger": row(80, 8), "optimize": row(70, 7)}
+    graphs = {"graphs": row(40, 5), "eager (beside graphs)": row(60, 6), "optimize (beside graphs)": row(65, 6)}
+    rows = {"a": both | graphs, "b": {"eager": row(90, 9), "optimize": row(70, 7)}}
+    made = {
+        "subject": "model-steps",
+        "gpu": "a GPU",
+        "torch": "1",
+        "transformers": "2",
+        "date": "today",
+        "command": "run",
+    }
+    (tmp_path / "steps.json").write_text(json.dumps({**made, "rows": rows}), encoding="utf-8")
+    filled = tables.fill("<!-- bench:steps b a -->\n<!-- /bench -->", tmp_path).splitlines()
+    assert filled[3:5] == [
+        "| b | 90.0 | – | – | 70.0 | – |  |  |",
+        "| a | 90.0 | – | 80.0 | 70.0 | 40.0 | 1.50 | 6.0, 5.0 |",
+    ]
+    assert filled[6] == "<sub>a GPU, bf16, torch 1, transformers 2; today; `run`</sub>"
+    with pytest.raises(ValueError, match="model-steps has no rows of c"):
+        tables.fill("<!-- bench:steps c -->\n<!-- /bench -->", tmp_path)
 
 
 def test_a_version_is_told_where_its_package_has_a_figure():
