@@ -250,12 +250,12 @@ class Lossy(ProcessGroupRing):
 
     does, where = "", "nowhere"
 
-    def move(self, moves, sent, into, step):
+    def begin(self, moves, sent, into, step):
         if step.startswith(self.where):
             if self.does == "killed":
                 os._exit(9)
             time.sleep(2.5 * LIMIT)
-        return super().move(moves, sent, into, step)
+        return super().begin(moves, sent, into, step)
 
 
 def _outlives(rank, size, port, how, told):

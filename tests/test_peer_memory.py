@@ -9,12 +9,14 @@ import torch
 
 import peer_ranks
 import tilesmith.distributed.peer_memory as peer_memory
+import tilesmith.distributed.prepared as prepared
 import tilesmith.distributed.ring as ring_module
 import tilesmith.distributed.transport as transport_module
 import tilesmith.distributed.watch as watch
 from peer_ranks import TIMEOUT, Stream, World, copied, current, packed, run, synchronize, within
 from tilesmith import ops
 from tilesmith.distributed import Layout, LocalRing, ProcessGroupRing, RingError, context_parallel_attention
+from tilesmith.distributed.kernels import KERNELS
 from tilesmith.distributed.schedule import Moves, Transfer
 from tilesmith.distributed.transport import SYMMETRIC, Peers
 
@@ -28,7 +30,7 @@ def ranks(monkeypatch):
 def _moved(memory, moves, sent, into, gather, step="keys, step 1 of 1", timeout=TIMEOUT):
     """Post an exchange, let the current stream wait for it."""
     _allocated.append(into)
-    arrival = memory.move(moves, sent, into, step, timeout, gather)
+    arrival = memory.begin(moves, sent, into, step, timeout, gather)()
     memory.wait(arrival)
     return arrival
 
@@ -98,7 +100,7 @@ def test_an_exchange_that_is_too_large_is_left_to_others(ranks, monkeypatch):
     monkeypatch.setattr(peer_memory, "MOST", 1 << 12)
     moves = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 1)])
     x = [torch.ones(2000, 1, 1, 1)]
-    assert ranks(2, lambda rank, memory, gather: memory.move(moves, x, x, "keys", TIMEOUT, gather)) == [None, None]
+    assert ranks(2, lambda rank, memory, gather: memory.begin(moves, x, x, "keys", TIMEOUT, gather)) == [None, None]
 
 
 def test_ranks_that_cannot_share_all_say_which_of_them(ranks):
@@ -173,7 +175,7 @@ def test_a_reservation_waits_until_its_memory_was_read(ranks):
             mine = memory.reserve(ONE_WAY, peer_memory.kinds_of(sent)) if i > 1 else None
             for x in mine or ():
                 copied(x, torch.full_like(x, i + 1.0))
-            memory.move(ONE_WAY, sent if mine is None else _by_token(mine), [], "keys", TIMEOUT, gather)
+            memory.begin(ONE_WAY, sent if mine is None else _by_token(mine), [], "keys", TIMEOUT, gather)()
         synchronize()
         return [x.unique().tolist() for (x,) in found]
 
@@ -255,7 +257,7 @@ def test_a_rank_that_dies_leaves_nan_and_an_error(ranks, before, behind):
         assert all(x.isnan().all() for x in found)
         for _ in range(2):
             with pytest.raises(RingError, match=r"rank 0: keys, step 1 of 9: rank 1 did not answer .*limit 0.4 s"):
-                memory.move(BOTH, _tensors(0), _tensors(0), "keys", SHORT, gather)
+                memory.begin(BOTH, _tensors(0), _tensors(0), "keys", SHORT, gather)
         assert memory.idle and memory.held
         memory.close()
         assert memory.held == 0 and "rank 1" in memory.broken
@@ -422,7 +424,7 @@ def test_memory_that_nobody_uses_ends_its_watch(ranks):
 
 
 class _Ring(ProcessGroupRing):
-    """A rank of a group that compares through the test, and vanishes at its move number `dies`."""
+    """A rank of a group that compares through the test, and vanishes at its exchange number `dies`."""
 
     def __init__(self, rank, memory, gather, size=2, dies=-1, timeout=SHORT):
         self._group, self.size, self.rank, self.ranks = memory._group, size, rank, (rank,)
@@ -439,11 +441,11 @@ class _Ring(ProcessGroupRing):
         told = self._told(len(mine).to_bytes(4, "little") + mine)
         return told[self.rank], lambda: {r: raw for r, raw in enumerate(told) if r != self.rank}
 
-    def move(self, *given):
+    def begin(self, *given):
         self._dies -= 1
         if self._dies == -1:
             raise InterruptedError
-        return super().move(*given)
+        return super().begin(*given)
 
     def reserve(self, *given):
         found = super().reserve(*given)
@@ -491,6 +493,41 @@ def test_calls_through_memory_have_the_values_of_one_process(ranks, monkeypatch,
     for r, (out, some) in enumerate(found):
         assert torch.equal(out, outs[r])
         assert all(torch.equal(x, y) for x, y in zip(some, gradients[r::2]))
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_own_keys_are_worked_on_before_the_first_transfer_is_posted(ranks, monkeypatch, mode):
+    """What others read is copied before, while the device has room for it. So few keys are worked on earlier still,
+    unless the comparison of calls has ended."""
+    monkeypatch.setattr(prepared, "_few", lambda *given: False)
+    prepared.forget()
+    order = [[], []]
+
+    def work(rank, memory, gather):
+        def told(what, call):
+            return lambda *given: order[rank].append(what) or call(*given)
+
+        memory._moved = told("posted", memory._moved)
+        ring = _Ring(rank, memory, gather, timeout=TIMEOUT)
+        ring.begin = told("copied", ring.begin)
+        here.kernel = rank
+        mine, out = _call(rank, ring, mode)
+        order[rank].append("|")
+        torch.autograd.grad(out.sum(), mine)
+        return "right"
+
+    here, ours = threading.local(), KERNELS["tilesmith"]
+    for name in ("forward", "backward"):
+        call = getattr(ours, name)
+        noted = lambda *given, call=call: order[here.kernel].append("computed") or call(*given)  # noqa: E731
+        monkeypatch.setattr(ours, name, noted, raising=False)
+    with torch.autograd.set_multithreading_enabled(False):
+        assert ranks(2, work) == ["right"] * 2
+    for told in order:
+        forward, backward = " ".join(told).split(" | ")
+        assert forward.startswith("copied computed posted computed")
+        assert backward.startswith("copied computed posted computed") and backward.endswith("copied posted")
+    prepared.forget()
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
@@ -588,9 +625,9 @@ def test_ranks_that_cannot_share_go_through_nccl(ranks, monkeypatch, caplog, ask
             with pytest.raises(
                 ValueError, match="cannot serve: rank 1 cannot map: no handle; ask for 'auto' or 'nccl'"
             ):
-                ring.move(BOTH, x, x, "keys")
+                ring.begin(BOTH, x, x, "keys")
             return "refused"
-        moved = [ring.move(BOTH, x, x, "keys") for _ in range(2)]
+        moved = [ring.begin(BOTH, x, x, "keys") for _ in range(2)]
         return moved, ring.shares_memory, str(ring.transport())
 
     monkeypatch.setattr(ring_module, "PeerMemory", refuses)
@@ -611,9 +648,9 @@ def test_an_exchange_that_is_too_large(ranks, monkeypatch, asked):
     def work(rank, memory, gather):
         ring = _Asking(asked, rank, memory, gather)
         if asked == "auto":
-            return ring.move(BOTH, x, x, "keys")
+            return ring.begin(BOTH, x, x, "keys")
         with pytest.raises(ValueError, match="MiB of a rank in one exchange are more than its .* ask for 'auto'"):
-            ring.move(BOTH, x, x, "keys")
+            ring.begin(BOTH, x, x, "keys")
         return None
 
     assert ranks(2, work) == [None, None]
@@ -647,7 +684,7 @@ def test_what_is_still_written_is_kept(ranks):
             return None
         into = [torch.zeros(8, 1, 2, 3) for _ in range(2)]
         _allocated.append(into)
-        posted = [memory.move(BOTH, _tensors(0), [x], "keys", SHORT, gather) for x in into]
+        posted = [memory.begin(BOTH, _tensors(0), [x], "keys", SHORT, gather)() for x in into]
         until = time.monotonic() + TIMEOUT
         while not memory.broken and time.monotonic() < until:
             time.sleep(0.01)

@@ -27,7 +27,7 @@ def _tensors(value, dtype=torch.bfloat16):
 
 
 def _moved(memory, sent, into, gather, timeout, step="keys, step 1 of 1"):
-    memory.wait(memory.move(BOTH, sent, into, step, timeout, gather))
+    memory.wait(memory.begin(BOTH, sent, into, step, timeout, gather)())
 
 
 def test_what_arrives_is_what_was_sent(monkeypatch):
@@ -55,7 +55,7 @@ def test_runs_of_any_strides_and_what_is_written_into_a_reservation(monkeypatch)
             heads = [torch.randn(1, 8, TOKENS, 72, device=GPU).bfloat16() + 10 * rank + i for _ in range(2)]
             sent = [x.permute(2, 0, 1, 3) for x in heads]
             into = [x.new_empty(1800, *x.shape[1:]) for x in sent]
-            memory.wait(memory.move(runs, sent, into, "keys", LONG, gather))
+            memory.wait(memory.begin(runs, sent, into, "keys", LONG, gather)())
             wide = [torch.empty(TOKENS, 1, 8, 72, device=GPU) for _ in range(2)]
             mine = memory.reserve(whole, kinds_of(wide))
             assert mine is not None or i == 0  # memory may have to grow first
@@ -63,7 +63,7 @@ def test_runs_of_any_strides_and_what_is_written_into_a_reservation(monkeypatch)
             for x, y in zip(sums, sent):
                 x.copy_(y)
             back = [torch.empty_like(x) for x in wide]
-            memory.wait(memory.move(whole, sums, back, "gradients of keys", LONG, gather))
+            memory.wait(memory.begin(whole, sums, back, "gradients of keys", LONG, gather)())
             found.append([x.clone() for x in (*sent, *into, *back)])
         torch.cuda.synchronize()
         return found
@@ -93,7 +93,7 @@ def test_a_rank_that_dies(monkeypatch, dtype, behind):
         assert SHORT <= time.monotonic() - began < SHORT + 2
         assert all(x.isnan().all() for x in found)
         with pytest.raises(RingError, match="rank 0: keys, step 1 of 1: rank 1 did not answer"):
-            memory.move(BOTH, _tensors(0, dtype), _tensors(7, dtype), "keys", SHORT, gather)
+            memory.begin(BOTH, _tensors(0, dtype), _tensors(7, dtype), "keys", SHORT, gather)()
         memory.close()
         return memory.held
 

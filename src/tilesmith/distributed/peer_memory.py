@@ -146,13 +146,14 @@ class PeerMemory:
         """Which rank was lost in which step; empty if none."""
         return "" if self._watch is None else self._watch.broken
 
-    def move(
+    def begin(
         self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor], step: str, timeout: float, gather: Gather
-    ) -> Arrival | None:  # fmt: skip
-        """Begin to move runs of tokens between ranks: from this rank's `sent` [T, B, heads, D], into its `into`, which
-        may be of its own tensors, too. None, on all ranks, where an exchange is too large. timeout: seconds that this
-        rank's GPU may wait for another one. Raises CannotShare where memory is too small and cannot grow, RingError
-        where a rank was lost."""
+    ) -> Callable[[], Arrival] | None:  # fmt: skip
+        """Copy what others read of this rank's `sent` [T, B, heads, D], and give back what begins to move runs of
+        tokens between ranks, into its `into`, which may be of its own tensors, too. What the current stream is given
+        before that is called runs beside the transfers; no other exchange may begin before. None, on all ranks, where
+        an exchange is too large. timeout: seconds that this rank's GPU may wait for another one. Raises CannotShare
+        where memory is too small and cannot grow, RingError where a rank was lost."""
         if self._watch.broken:
             raise RingError(self._watch.broken)
         exchange = self._exchange(moves, kinds_of(sent))
@@ -162,16 +163,23 @@ class PeerMemory:
             self._gather = gather
             self._grow(1 << (exchange.need - 1).bit_length())
         self._count += 1
-        slot, turn = self._count % SLOTS, self._count & 0xFFFFFFFF
-        here, signals = torch.cuda.current_stream(self._index), self._signals
-        side = signals.side
+        slot, here = self._count % SLOTS, torch.cuda.current_stream(self._index)
         self._take(slot, here)
         self._under_way.pop(slot, None)
-        readers, places = exchange.readers, exchange.placed(slot, self._view)
-        if readers and sent[0].data_ptr() != places.mine[0][1][0].data_ptr():
+        places = exchange.placed(slot, self._view)
+        if exchange.readers and sent[0].data_ptr() != places.mine[0][1][0].data_ptr():
             for share, memory in places.mine:
                 copy_runs(sent, share.heads, memory, share.runs)
-        begun = here.record_event()
+        return partial(self._moved, exchange, self._count, sent, into, here.record_event(), step, timeout)
+
+    def _moved(
+        self, exchange: _Exchange, count: int, sent: Sequence[Tensor], into: Sequence[Tensor], begun: torch.cuda.Event,
+        step: str, timeout: float,
+    ) -> Arrival:  # fmt: skip
+        """Give the side stream what an exchange does once `begun` has happened."""
+        slot, turn = count % SLOTS, count & 0xFFFFFFFF
+        signals, side, readers = self._signals, self._signals.side, exchange.readers
+        places = exchange.placed(slot, self._view)
         side.wait_event(begun)
         with torch.cuda.stream(side):
             for reader in readers:
@@ -192,13 +200,13 @@ class PeerMemory:
         self._watch.follow(
             UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory)
         )
-        for heads, runs in moves.own_runs.get(self._rank, ()):
+        for heads, runs in exchange.moves.own_runs.get(self._rank, ()):
             copy_runs(sent, heads, [_by_head(x) for x in into], runs)
         return arrival
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
         """Memory [B, heads, T, D] from which others will read in the next exchange, if it is of these moves and kinds:
-        what the current stream writes there until `move` need not be copied. None where that exchange needs other
+        what the current stream writes there until `begin` need not be copied. None where that exchange needs other
         memory, which it gets then, or sends less than the whole tensors."""
         exchange = self._exchange(moves, kinds)
         if self.broken or exchange.need > self._bytes or not exchange.whole:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -61,9 +63,9 @@ class Ring(Protocol):
         a signature that is a `refusal`, what it says.
 
         A ring may also have `ask`, of the same arguments, which begins this and gives back a function that ends it.
-        This process then works on its own tokens meanwhile, and posts nothing. And it may have `move`, of transfers
-        between all ranks and their tensors, in place of `post` where it returns something, with `reserve`, memory from
-        which the next move sends.
+        This process then works on its own tokens meanwhile, and posts nothing. And it may have `begin`, of transfers
+        between all ranks and their tensors, in place of `post` where it returns something, a function that posts them;
+        and `reserve`, memory from which the next of these sends.
         """
 
 
@@ -177,8 +179,9 @@ class ProcessGroupRing:
         if alike:
             self._gathered(None)  # what others mapped is free only now
 
-    def move(self, moves: Moves, sent: Tokens, into: Tokens, step: str) -> Arrival | None:
-        """Begin to move tokens between ranks through symmetric memory; None, on all ranks, where they cannot.
+    def begin(self, moves: Moves, sent: Tokens, into: Tokens, step: str) -> Callable[[], Arrival] | None:
+        """What begins to move tokens between ranks through symmetric memory, beside what the stream is given before it
+        is called; None, on all ranks, where they cannot.
 
         sent, into: of this rank, tensors [T, B, heads, D].
         """
@@ -186,25 +189,36 @@ class ProcessGroupRing:
         if self.size == 1 or not moves.spans or self._through(mine[0].device) != SYMMETRIC:
             return None
         peers, device = self._peers, mine[0].device
-        try:
-            if peers.memory is None:
-                peers.memory = PeerMemory(self.group, device, self._gathered)
-            arrival = peers.memory.move(moves, mine, theirs, step, self._limit, self._gathered)
-        except CannotShare as problem:
-            peers.memory, peers.refused = None, str(problem)
-            self._through(device)  # says so
+        with self._named(step):
+            try:
+                if peers.memory is None:
+                    peers.memory = PeerMemory(self.group, device, self._gathered)
+                found = peers.memory.begin(moves, mine, theirs, step, self._limit, self._gathered)
+            except CannotShare as problem:
+                peers.memory, peers.refused = None, str(problem)
+                self._through(device)  # says so
+                return None
+        if found is None:
+            self.transport(device, peers.memory.need(moves, mine))  # an error where symmetric memory was asked for
             return None
+        return partial(self._posted, found, step)
+
+    def _posted(self, post: Callable[[], Arrival], step: str) -> Arrival:
+        with self._named(step):
+            return post()
+
+    @contextlib.contextmanager
+    def _named(self, step: str) -> Iterator[None]:
+        """Problems of CUDA as errors that name rank and step."""
+        try:
+            yield
         except RingError:
             raise
         except RuntimeError as problem:
             raise RingError(f"rank {self.rank}: {step}: {problem}") from problem
-        if arrival is None:
-            self.transport(device, peers.memory.need(moves, mine))  # an error where symmetric memory was asked for
-            return None
-        return arrival
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
-        """Memory [B, heads, T, D] from which the next `move` sends, if it is of these moves: what is written there by
+        """Memory [B, heads, T, D] from which the next `begin` sends, if it is of these moves: what is written there by
         then need not be copied. kinds: shape by token and dtype of what will be sent. None where it will be copied."""
         memory = self._peers.memory
         return None if memory is None else memory.reserve(moves, kinds)

@@ -46,11 +46,19 @@ class Work(NamedTuple):
         Not before: what a rank of another shape or call receives or sends has another size or order, on which gloo
         closes the connection, and for which NCCL's kernels wait on the device, where nothing can call them back.
         """
+        return self.begin(moves, sent, into, step)()
+
+    def begin(self, moves: Moves, sent: Shards, into: Shards, step: str) -> Callable[[], Any]:
+        """As `move`; where the ring has a way, it begins when what this gives back is called, beside what a device is
+        given before: that need not wait for the host to post transfers. No other may begin before."""
         if self.answer is not None:
             self.answer()
-        through_memory = getattr(self.ring, "move", None)
-        posted = None if through_memory is None else through_memory(moves, sent, into, step)
-        return self.ring.post(parcels(self.ring, moves, sent, into), step) if posted is None else posted
+        through_memory = getattr(self.ring, "begin", None)
+        begun = None if through_memory is None else through_memory(moves, sent, into, step)
+        if begun is not None:
+            return begun
+        posted = self.ring.post(parcels(self.ring, moves, sent, into), step)
+        return lambda: posted
 
     def reserve(self, moves: Moves, rank: int, like: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor] | None:
         """Memory like tensors [B, heads, T, D] of a rank, in which what `post_back` of these moves sends next need not
@@ -117,22 +125,25 @@ def through(
         following = stages[i + 1] if i + 1 < len(stages) else None
         step = f"{what}, step {i + 1} of {len(stages) - 1}" if following else ""
         late = i == 0 and work.early and work.comparing
-        if following and not late:
-            pending = fetch(work, following, sent, step)
+        begun = fetch(work, following, sent, step) if following and not late else None
+        if begun and i:  # what is computed of others' keys posts transfers of its own
+            pending = begun()
         try:
             compute(stage, keys)
         except BaseException:  # the other ranks' transfers end, and so do ours, before their memory is given up
             with contextlib.suppress(Exception):
                 if following:
-                    work.ring.wait((pending or fetch(work, following, sent, step))[0])
+                    work.ring.wait((pending or (begun or fetch(work, following, sent, step))())[0])
             raise
-        if following and late:
-            pending = fetch(work, following, sent, step)
+        if following and pending is None:
+            pending = (begun or fetch(work, following, sent, step))()
 
 
-def fetch(work: Work, stage: Stage, sent: Shards, step: str) -> tuple[Any, dict[int, list[Tensor]]]:
+def fetch(work: Work, stage: Stage, sent: Shards, step: str) -> Callable[[], tuple[Any, dict[int, list[Tensor]]]]:
+    """What begins to bring the keys of a stage, and gives back what to wait for and where they come."""
     into = {r: [x.new_empty(stage.tokens[r], *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
-    return work.move(stage.transfers, sent, into, step), into
+    begun = work.begin(stage.transfers, sent, into, step)
+    return lambda: (begun(), into)
 
 
 def to_begin(work: Work, shards: Shards) -> tuple[dict[int, Terms], dict[int, int]]:
