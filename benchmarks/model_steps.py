@@ -34,6 +34,7 @@ from host_bound import provenance, say, wall
 from torch import nn
 
 import tilesmith
+from tilesmith.attention.fusion import FusionStrategy, OptimizationLevel, create_unified_attention_fusion
 from tilesmith.bench import steps_table
 from tilesmith.engine.timing import Timing, interleave, measure, peak_memory
 from tilesmith.precision import FP8Config, convert_model_to_fp8, refresh_fp8, revert_model_from_fp8
@@ -137,6 +138,11 @@ def optimized_and_compiled(model: nn.Module) -> None:
     model.compile(dynamic=False)
 
 
+def fused(model: nn.Module) -> None:
+    """Whole blocks, with products of one input packed."""
+    create_unified_attention_fusion(model, FusionStrategy.FULL_BLOCK, OptimizationLevel.AGGRESSIVE)
+
+
 def fp8_config(recipe: str) -> FP8Config:
     """The recipe as it is by default; a tiny model's layers and batches are below its limits."""
     return FP8Config(recipe=recipe, min_features=16, min_tokens=1) if OPTIONS.tiny else FP8Config(recipe=recipe)
@@ -171,6 +177,7 @@ VARIANTS: dict[str, Callable[[nn.Module], object]] = {
     "graphs": lambda model: tilesmith.optimize(model, graphs=True),
     "between+graphs": lambda model: tilesmith.optimize(model, compile="between", graphs=True),
     "optimize+compile": optimized_and_compiled,
+    "fusion": fused,
     "fp8": in_fp8("delayed"),
     "fp8-rowwise": in_fp8("rowwise"),
     "torchao-fp8": torchao_fp8,
@@ -259,8 +266,8 @@ def on_device(step: Callable[[], object], held: int, by_kernel: bool) -> dict[st
 
 
 def refused(name: str, problem: Exception) -> bool:
-    """Whether a variant's failure is its row: a peer's, or a family's that has no layer to convert to 8 bits."""
-    return name in COMPILED or (name in FP8 and isinstance(problem, ValueError))
+    """Whether a variant's failure is its row: a peer's, or a family's that has no layer to convert or to pack."""
+    return name in COMPILED or (name in (*FP8, "fusion") and isinstance(problem, ValueError))
 
 
 def compare(family: Family, chosen: list[str], rounds: int, by_kernel: bool) -> dict[str, dict[str, Any]]:
