@@ -12,11 +12,12 @@ from tilesmith import ops
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
-from tilesmith.distributed.peer_memory import _Exchange, copy_runs, kinds_of
+from tilesmith.distributed.peer_memory import _Exchange, kinds_of
 from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.sums import Sum
+from tilesmith.distributed.tokens import copy_runs
 from tilesmith.distributed.travel import parcels
 
 CAUSAL = ops.Mask(causal=True)

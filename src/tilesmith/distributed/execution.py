@@ -14,21 +14,11 @@ from torch import Tensor
 from tilesmith.distributed.gradients import gradients
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.layout import length
-from tilesmith.distributed.peer_memory import copy_runs
 from tilesmith.distributed.pieces import Overlap
 from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
-from tilesmith.distributed.travel import (
-    Shards,
-    Work,
-    by_head,
-    by_token,
-    cut,
-    of_part,
-    post_back,
-    through,
-    to_begin,
-)
+from tilesmith.distributed.tokens import by_head, by_token, copy_runs
+from tilesmith.distributed.travel import Shards, Work, cut, of_part, post_back, through, to_begin
 from tilesmith.ops.attn.reference import out_like
 from tilesmith.ops.attn.runs_reference import each_run
 

@@ -16,18 +16,9 @@ from torch import Tensor
 
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.schedule import Moves, Stage
-from tilesmith.distributed.sums import NO_KEYS, Sum, run
-from tilesmith.distributed.travel import (
-    Shards,
-    Work,
-    by_head,
-    cut,
-    of_part,
-    of_rank,
-    post_back,
-    through,
-    to_begin,
-)
+from tilesmith.distributed.sums import NO_KEYS, Sum
+from tilesmith.distributed.tokens import by_head, run
+from tilesmith.distributed.travel import Shards, Work, cut, of_part, of_rank, post_back, through, to_begin
 
 Results = Mapping[int, Sequence[Tensor | None]]  # out, lse, dout and dlse of each rank
 

@@ -26,12 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilesmith import ops
 from tilesmith.distributed.comparison import shortened
 from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.schedule import Moves, Share, Transfer
 from tilesmith.distributed.signals import SLOTS, Signals, driver
-from tilesmith.distributed.sums import pair
+from tilesmith.distributed.tokens import by_head, copy_runs
 from tilesmith.distributed.watch import UnderWay, Watch
 from tilesmith.engine.torch_private import symmetric_memory
 
@@ -92,7 +91,7 @@ class _Exchange:
         if slot not in self.places:
             mine = []
             for i, share in enumerate(self.moves.shares.get(self.rank, ())):
-                mine.append((share, [_by_head(x) for x in self._memory(self.rank, i, slot, view)]))
+                mine.append((share, [by_head(x) for x in self._memory(self.rank, i, slot, view)]))
             reads = [(source, self._runs(source, moves, slot, view)) for source, moves in self.moves.reads(self.rank)]
             self.places[slot] = _Places(mine, reads, tuple(source for source, _ in reads))
         return self.places[slot]
@@ -201,7 +200,7 @@ class PeerMemory:
             UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory)
         )
         for heads, runs in exchange.moves.own_runs.get(self._rank, ()):
-            copy_runs(sent, heads, [_by_head(x) for x in into], runs)
+            copy_runs(sent, heads, [by_head(x) for x in into], runs)
         return arrival
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
@@ -343,21 +342,6 @@ def laid_out(moves: Moves, source: int, rows: Sequence[tuple[int, int]]) -> tupl
 def kinds_of(sent: Sequence[Tensor]) -> list[Kind]:
     """Of tensors [T, B, heads, D]."""
     return [(x.shape, x.dtype) for x in sent]
-
-
-def copy_runs(
-    sent: Sequence[Tensor], heads: tuple[int, int] | None, into: Sequence[Tensor], runs: Sequence[int]
-) -> None:  # fmt: skip
-    """Copy runs of some heads of tensors [T, B, heads, D] into others [B, heads, T, D], two tensors at a time, behind
-    what the current stream does."""
-    some = [_by_head(x if heads is None else x[:, :, slice(*heads)]) for x in sent]
-    for i in range(0, len(some), 2):
-        ops.copy_runs(*pair(some[i : i + 2]), *pair(into[i : i + 2]), runs)
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """[T, B, heads, D] as [B, heads, T, D]."""
-    return x.permute(1, 2, 0, 3)
 
 
 def _copy(into: Tensor, x: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilesmith import ops
 from tilesmith.distributed.layout import Range, joined
 from tilesmith.distributed.pieces import Call, Overlap
+from tilesmith.distributed.tokens import pair, run
 from tilesmith.ops.attn.reference import out_like
 from tilesmith.ops.attn.runs_reference import each_run
 
@@ -216,16 +217,6 @@ class Sum:
 def _copy(found: Sequence[Tensor], into: Sequence[Tensor], at: int) -> None:
     found = [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(found, into)]
     ops.copy_runs(*pair(found), *pair(into), (0, at, found[0].shape[2]))
-
-
-def run(x: Tensor, low: int, high: int) -> Tensor:
-    """Tokens from `low` to `high` of x [B, heads, T, ...]: x itself where these are all, which costs the host less."""
-    return x if high - low == x.shape[2] else x.narrow(2, low, high - low)
-
-
-def pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One tensor or two, as ops of two take them: beside one alone its first 0 columns."""
-    return (tensors[0], tensors[0].narrow(3, 0, 0)) if len(tensors) == 1 else (tensors[0], tensors[1])
 
 
 def _no_keys(q: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""What travels while ranks compute: one call's work, its parcels, and the stages that run beside them.
-
-Tensors are [B, heads, T, D]; what travels is their view [T, B, heads, D], of which a run of tokens is one block of
-memory.
-"""
+"""What travels while ranks compute: one call's work, its parcels, and the stages that run beside them."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from tilesmith.distributed.parts import HeadPart
 from tilesmith.distributed.pieces import Call
 from tilesmith.distributed.ring import Parcel, Ring
 from tilesmith.distributed.schedule import Moves, Schedule, Stage, Transfer
-from tilesmith.distributed.sums import run
+from tilesmith.distributed.tokens import by_head, by_token, run
 
 Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
 
@@ -164,12 +160,3 @@ def of_rank(work: Work, rank: int) -> Terms:
 def cut(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first, last = call.k, call.k + call.keys
     return run(q, *call.span), run(k, first, last), run(v, first, last)
-
-
-def by_token(x: Tensor) -> Tensor:
-    """[B, heads, T, D] as [T, B, heads, D]."""
-    return x.permute(2, 0, 1, 3)
-
-
-def by_head(x: Tensor) -> Tensor:
-    return x.permute(1, 2, 0, 3)

@@ -1,0 +1,43 @@
+"""Views of a rank's tokens, and copies of runs of them.
+
+Tensors are [B, heads, T, D]; what travels is their view [T, B, heads, D], of which a run of tokens is one block of
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tilesmith import ops
+
+
+def by_token(x: Tensor) -> Tensor:
+    """[B, heads, T, D] as [T, B, heads, D]."""
+    return x.permute(2, 0, 1, 3)
+
+
+def by_head(x: Tensor) -> Tensor:
+    """[T, B, heads, D] as [B, heads, T, D]."""
+    return x.permute(1, 2, 0, 3)
+
+
+def run(x: Tensor, low: int, high: int) -> Tensor:
+    """Tokens from `low` to `high` of x [B, heads, T, ...]: x itself where these are all, which costs the host less."""
+    return x if high - low == x.shape[2] else x.narrow(2, low, high - low)
+
+
+def pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One tensor or two, as ops of two take them: beside one alone its first 0 columns."""
+    return (tensors[0], tensors[0].narrow(3, 0, 0)) if len(tensors) == 1 else (tensors[0], tensors[1])
+
+
+def copy_runs(
+    sent: Sequence[Tensor], heads: tuple[int, int] | None, into: Sequence[Tensor], runs: Sequence[int]
+) -> None:  # fmt: skip
+    """Copy runs of some heads of tensors [T, B, heads, D] into others [B, heads, T, D], two tensors at a time, behind
+    what the current stream does. runs: as `ops.copy_runs` takes them."""
+    some = [by_head(x if heads is None else x[:, :, slice(*heads)]) for x in sent]
+    for i in range(0, len(some), 2):
+        ops.copy_runs(*pair(some[i : i + 2]), *pair(into[i : i + 2]), runs)
