@@ -265,7 +265,7 @@ def test_the_interpreter_ends_with_work_left(how):
 
 
 COMPILES = """
-import contextlib, sys
+import contextlib, sys, threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -274,8 +274,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+def build(src, metadata):
+    built.append((threading.current_thread().name, src.name, str(src.signature)))
+
+built = []
 driver.set_active(SimpleNamespace(
-    get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+    get_current_device=lambda: 0, get_current_stream=lambda device: 0, launcher_cls=build,
     get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=None,
 ))
 from test_ahead import CALLS, SM90, _finish, _launched
@@ -305,7 +309,10 @@ for name in sys.argv[1:]:
     def launch(of, kernel, grid, args, named):
         before = len(compiled)
         launcher.triton_private.warm(kernel, args, named)
-        assert of == name or len(compiled) == before, kernel.__name__
+        here, source, signature = built.pop()
+        assert here == "MainThread"
+        found = len(compiled) == before and ("tilesmith-ahead", source, signature) in built
+        assert of == name or found, kernel.__name__
 
     assert compiled, "no thread compiled anything"
     _launched(op, kernels, args, launch)
@@ -313,7 +320,7 @@ for name in sys.argv[1:]:
 
 
 def test_a_launch_finds_what_threads_compiled(needs_triton, tmp_path):
-    """By Triton's own key of the call's real tensors, for a GPU that is not here."""
+    """By Triton's own key of the call's real tensors, for a GPU that is not here; the launch's own C function, too."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILES, "rms_norm", "add_rms_norm", "softmax"]
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])

@@ -11,6 +11,7 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `cuOccupancyMaxActiveClusters` | as many clusters are resident as the smallest GPCs hold; none of more than 8 CTAs |
 | `knobs.runtime` hooks | a profiler that listens to Triton's hooks hears only of first launches |
 | `knobs.cache.dir` | errors name the folder that the environment gives, or the default one |
+| `launcher_cls` of the active driver | the launch of a kernel that was compiled ahead runs a C compiler (Triton 3.6) |
 | `JITFunction.device_caches` | a kernel that is compiled ahead may be read from Triton's cache on disk again |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """
@@ -53,8 +54,15 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
 
 
 def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
-    """Have Triton compile what `run` would for the current device, and keep it; nothing is loaded there or launched."""
-    kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
+    """Have Triton compile what `run` would for the current device, and keep it; nothing is loaded there or launched.
+
+    That includes the C function which launches the kernel: up to Triton 3.6 each signature has one of its own, for which
+    a C compiler runs as long as the kernel takes to compile where that is small.
+    """
+    compiled = kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
+    build = getattr(_driver(), "launcher_cls", None)
+    if build is not None and was_compiled(compiled):
+        build(compiled.src, compiled.metadata)
 
 
 def have_cache(kernel: Any, device: int) -> None:
@@ -171,10 +179,14 @@ def version() -> str:
     return triton.__version__
 
 
-def _utils() -> Any:
+def _driver() -> Any:
     from triton.runtime import driver
 
-    return driver.active.utils
+    return driver.active
+
+
+def _utils() -> Any:
+    return _driver().utils
 
 
 def most_clusters(kernel: Any, shared: int, parts: int) -> int | None:
