@@ -104,15 +104,36 @@ def _works(fn: Callable[..., Any], args: tuple, device: torch.device) -> Works:
     return list(found.items())
 
 
+def compile_call(op: Any, pin: str, args: tuple, device: torch.device, gradient: bool) -> None:
+    """Have threads compile what a call that will come launches, or what its gradient does, behind what they have to do.
+
+    args: of the call, on meta: of its tensors' shapes, strides, alignment and `requires_grad`. device: where it will be
+    made, the current one.
+    """
+    threads = compilers()
+    if threads is None:
+        return
+    with torch_private.without_modes(), torch.no_grad():
+        if not gradient:
+            _submit(threads, partial(_works_by_choice, op, pin, args, device))
+        elif op.gradient is not None and op.gradient.plan is not None and not op.gradient.refusal:
+            _submit(threads, partial(_works_of_gradient, op, pin, args, device))
+
+
 def _works_of_gradient(op: Any, pin: str, args: tuple, device: torch.device) -> Works:
     """The same of a call's gradient, as it usually is."""
-    vjp, pin, arch = op.vjp, op.gradient.pin_of_vjp(pin), arch_of(device)
-    if settings().tune or not by_metadata(vjp, device):  # measurements or trials decide, at the first call
+    given = op.gradient_arguments(args, usual=True)
+    return _works_by_choice(op.vjp, op.gradient.pin_of_vjp(pin), given, device)
+
+
+def _works_by_choice(op: Any, pin: str, args: tuple, device: torch.device) -> Works:
+    """The same of a call whose kernel has not been chosen yet."""
+    if settings().tune or not by_metadata(op, device):  # measurements or trials decide, at the first call
         return []
-    args = op.gradient_arguments(args, usual=True)
+    arch = arch_of(device)
     with assuming(arch):
         # the architecture is asked in place of the device: nobody is told of a choice before its call
-        kernel = choose(vjp, vjp.described(args, device, arch), pin, arch, args, ask=True).kernel
+        kernel = choose(op, op.described(args, device, arch), pin, arch, args, ask=True).kernel
         if kernel.plans is None:
             return []
         configure, fields = getattr(kernel.fn, "configure", None), parse_pin(pin)[1]

@@ -22,7 +22,7 @@ from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
 
-MOST = 3  # and the launching thread: a quarter of a compilation holds the GIL
+MOST = 7  # and the launching thread: a sixth of the work holds the GIL (docs/log/host-time.md)
 
 Work = Callable[[], None]
 

@@ -12,6 +12,7 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `knobs.runtime` hooks | a profiler that listens to Triton's hooks hears only of first launches |
 | `knobs.cache.dir` | errors name the folder that the environment gives, or the default one |
 | `launcher_cls` of the active driver | the launch of a kernel that was compiled ahead runs a C compiler (Triton 3.6) |
+| `CompiledKernel.metadata_group` | no kernel is compiled before the call that launches it is made |
 | `JITFunction.device_caches` | a kernel that is compiled ahead may be read from Triton's cache on disk again |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """
@@ -56,8 +57,8 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
 def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
     """Have Triton compile what `run` would for the current device, and keep it; nothing is loaded there or launched.
 
-    That includes the C function which launches the kernel: up to Triton 3.6 each signature has one of its own, for which
-    a C compiler runs as long as the kernel takes to compile where that is small.
+    That includes the C function which launches the kernel. Up to Triton 3.6 each signature has one of its own, and a C
+    compiler takes as long for it as Triton takes for a small kernel.
     """
     compiled = kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
     build = getattr(_driver(), "launcher_cls", None)
@@ -215,6 +216,15 @@ def was_compiled(result: Any) -> bool:
     from triton.compiler import CompiledKernel
 
     return isinstance(result, CompiledKernel)
+
+
+def was_compiled_since(result: Any, moment: float) -> bool:
+    """Whether what a launch returned was compiled, not read from Triton's cache, since `moment` (of `time.time`)."""
+    files = getattr(result, "metadata_group", None)
+    try:
+        return bool(files) and min(os.stat(path).st_mtime for path in files.values()) >= moment
+    except (OSError, AttributeError):  # a cache of another kind
+        return False
 
 
 def refusals() -> tuple[type[Exception], ...]:
