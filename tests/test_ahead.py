@@ -210,6 +210,32 @@ def test_threads_end_with_their_work_and_take_more():
     assert len(done) == 15
 
 
+def test_what_is_needed_first_and_then_the_largest_is_done_first():
+    threads, done = threads_of.Threads(0), []
+    for name, at_once, size in (("a", False, 1), ("b", False, 5), ("c", True, 0), ("d", False, 5), ("e", True, 2)):
+        threads.submit(partial(done.append, name), at_once=at_once, size=size)
+    threads.most = 1
+    threads.submit(partial(done.append, "f"))
+    _finish(threads)
+    assert done == ["e", "c", "b", "d", "a", "f"]
+
+
+def test_the_size_of_a_kernel_has_what_it_calls():
+    def inner():
+        """Calls nothing."""
+
+    def outer():
+        inner_kernel()  # noqa: F821
+
+    made = SimpleNamespace(src="i" * 10, fn=inner)
+    outer.__globals__["inner_kernel"] = made
+    try:
+        assert triton_private.code_size(SimpleNamespace(src="o" * 7, fn=outer)) == 17
+    finally:
+        del outer.__globals__["inner_kernel"]
+    assert triton_private.code_size(made) == 10 and triton_private.code_size(object()) == 0
+
+
 def test_nothing_is_timed_beside_compilers(monkeypatch):
     threads, calls, done = threads_of.Threads(1), [], []
     monkeypatch.setattr(threads_of, "compilers", lambda: threads)

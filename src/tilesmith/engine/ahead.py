@@ -27,13 +27,13 @@ from tilesmith.engine import launcher, torch_private, triton_private
 from tilesmith.engine.choice import by_metadata, choose, parse_pin
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.rehearsal import rehearse
-from tilesmith.engine.threads import Threads, Work, compilers
+from tilesmith.engine.threads import Threads, compilers
 from tilesmith.hardware.detect import arch_of, assuming
 from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
 
-Works = list[tuple[tuple, Work]]  # keys of launches, and what compiles the kernel of each
+Works = list[tuple[tuple, partial[None]]]  # keys of launches, and the `_compile` of each
 
 
 _seen: set[tuple] = set()
@@ -79,9 +79,10 @@ def _submit(threads: Threads, find: Callable[[], Works], own: bool = False) -> N
     except Exception:  # whatever it is, a call that could be served must not end here
         log.debug("what a call will launch is not known", exc_info=True)
         return
-    for key, work in reversed(works[1:]) if own else works:
+    for key, work in works[1:] if own else works:
         if key not in launcher.awaited:
-            launcher.awaited[key] = partial(_until, threads.submit(work, at_once=own))
+            size = triton_private.code_size(work.args[1])
+            launcher.awaited[key] = partial(_until, threads.submit(work, at_once=own, size=size))
 
 
 def _until(compiled: Future[None]) -> None:
@@ -92,7 +93,7 @@ def _until(compiled: Future[None]) -> None:
 
 def _works(fn: Callable[..., Any], args: tuple, device: torch.device) -> Works:
     """Of the launches of fn(*args), those whose kernels are not compiled, each once."""
-    found: dict[tuple, Work] = {}
+    found: dict[tuple, partial[None]] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], args: tuple, named: dict[str, Any], cluster: int) -> None:
         key = launcher.uncompiled(kernel, args, named, cluster)
@@ -105,7 +106,7 @@ def _works(fn: Callable[..., Any], args: tuple, device: torch.device) -> Works:
 
 
 def compile_call(op: Any, pin: str, args: tuple, device: torch.device, gradient: bool) -> None:
-    """Have threads compile what a call that will come launches, or what its gradient does, behind what they have to do.
+    """Have threads compile what a call that will come launches, and, with `gradient`, what its gradient does.
 
     args: of the call, on meta: of its tensors' shapes, strides, alignment and `requires_grad`. device: where it will be
     made, the current one.
@@ -114,9 +115,8 @@ def compile_call(op: Any, pin: str, args: tuple, device: torch.device, gradient:
     if threads is None:
         return
     with torch_private.without_modes(), torch.no_grad():
-        if not gradient:
-            _submit(threads, partial(_works_by_choice, op, pin, args, device))
-        elif op.gradient is not None and op.gradient.plan is not None and not op.gradient.refusal:
+        _submit(threads, partial(_works_by_choice, op, pin, args, device))
+        if gradient and op.gradient is not None and op.gradient.plan is not None and not op.gradient.refusal:
             _submit(threads, partial(_works_of_gradient, op, pin, args, device))
 
 

@@ -13,6 +13,7 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `knobs.cache.dir` | errors name the folder that the environment gives, or the default one |
 | `launcher_cls` of the active driver | the launch of a kernel that was compiled ahead runs a C compiler (Triton 3.6) |
 | `CompiledKernel.metadata_group` | no kernel is compiled before the call that launches it is made |
+| `JITFunction.src`, `.fn` | kernels are compiled ahead in the order of launches, not the largest first |
 | `JITFunction.device_caches` | a kernel that is compiled ahead may be read from Triton's cache on disk again |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """
@@ -64,6 +65,23 @@ def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
     build = getattr(_driver(), "launcher_cls", None)
     if build is not None and was_compiled(compiled):
         build(compiled.src, compiled.metadata)
+
+
+def code_size(kernel: Any) -> int:
+    """Characters of a kernel's source and of the functions that are inlined into it, by which the times go that it and
+    others take to compile; 0 where Triton does not tell."""
+    found: dict[int, int] = {}
+
+    def add(function: Any) -> None:
+        fn, source = getattr(function, "fn", None), getattr(function, "src", None)
+        if id(function) in found or not isinstance(source, str) or not inspect.isfunction(fn):
+            return
+        found[id(function)] = len(source)
+        for name in fn.__code__.co_names:
+            add(fn.__globals__.get(name))
+
+    add(kernel)
+    return sum(found.values())
 
 
 def have_cache(kernel: Any, device: int) -> None:

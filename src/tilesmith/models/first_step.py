@@ -151,14 +151,12 @@ def _run_copy(call: _Call) -> None:
             made[id(report)] = report
         model = copy.deepcopy(call.model, made)
         args, kwargs = _faked(call.args, mode), _faked(dict(call.kwargs), mode)
-        with mode, _Watching(call.device) as watching:
+        with mode, _Watching(call.device, call.grad) as watching:
             call.whole(model, *args, **kwargs)
     except BaseException:  # foreign code: whatever it raises, the call itself is still to come
         log.debug("the calls of the first step are not all known", exc_info=True)
     if watching is not None:
-        if call.grad:
-            watching.gradients()
-        log.debug("the first step: %d calls of ops whose kernels are compiled ahead", len(watching.calls))
+        log.debug("the first step: %d calls of ops whose kernels are compiled ahead", len(watching.seen))
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -186,11 +184,12 @@ def _faked(value: Any, mode: Any) -> Any:
 
 
 class _Watching(torch_private.DispatchMode or object):
-    """Has the kernels of each call of an op that it sees compiled. calls: (op, pin, arguments on meta), each once."""
+    """Has the kernels of each call of an op that it sees compiled, and, with `grad`, those of its gradient."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, grad: bool):
         super().__init__()
-        self.device, self.calls = device, {}
+        self.device, self.grad = device, grad
+        self.seen: set[tuple] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func.namespace == "tilesmith":
@@ -199,18 +198,14 @@ class _Watching(torch_private.DispatchMode or object):
         return func(*args, **(kwargs or {}))
 
     def _see(self, op: Any, args: tuple, pin: str) -> None:
-        key = (op.name, pin, *map(_facts, args))
-        if key not in self.calls:
-            with torch_private.without_modes(), torch.no_grad():
-                given = tuple(_stand_in(a) for a in args)
-            self.calls[key] = (op, pin, given)
-            ahead.compile_call(op, pin, given, self.device, gradient=False)
-
-    def gradients(self) -> None:
-        """Have the gradients of all calls compiled, of the last first."""
-        for op, pin, args in reversed(self.calls.values()):
-            if any(a.requires_grad for a in args if isinstance(a, Tensor)):
-                ahead.compile_call(op, pin, args, self.device, gradient=True)
+        call = (op.name, pin, *map(_facts, args))
+        if call in self.seen:  # of another layer
+            return
+        self.seen.add(call)
+        with torch_private.without_modes(), torch.no_grad():
+            given = tuple(map(_stand_in, args))
+        asked = any(a.requires_grad for a in given if isinstance(a, Tensor))
+        ahead.compile_call(op, pin, given, self.device, self.grad and asked)
 
 
 def _facts(value: Any) -> Any:
