@@ -149,6 +149,13 @@ def _with_parameters_of_their_own(model):
     model.model.norm._parameters["weight"] = weight
 
 
+def test_hooks_of_the_model_itself_run_once(seen):
+    model, calls = _llama(), []
+    model.register_forward_hook(lambda module, args, out: calls.append(out.loss))
+    model(input_ids=IDS, labels=IDS)
+    assert len(calls) == 1 and seen
+
+
 @pytest.mark.parametrize("change", [_hooked, _of_others, _with_parameters_of_their_own])
 def test_what_is_unusual_is_left_alone(seen, change):
     model = _llama()

@@ -21,7 +21,7 @@ from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
 
-MOST = 7  # and the launching thread: a sixth of the work holds the GIL (docs/log/host-time.md)
+MOST = 5  # and the launching thread: a sixth of the work holds the GIL (docs/log/host-time.md)
 
 Work = Callable[[], None]
 

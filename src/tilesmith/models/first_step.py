@@ -35,7 +35,8 @@ from tilesmith.rewrite import forms, observed, original_class
 
 log = logging.getLogger("tilesmith")
 
-_KNOWN = ("torch", "transformers", "tilesmith", "peft")  # whose forwards have no effects but on their modules
+# libraries whose forwards have no effects but on their modules
+_KNOWN = ("torch", "transformers", "tilesmith", "peft", "accelerate")
 _NOTHING = contextlib.nullcontext()
 # model -> the kinds of call, (training, with gradients), that were looked at
 _looked: weakref.WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = weakref.WeakKeyDictionary()
@@ -47,15 +48,17 @@ def foreseen(
     """A context for whole(model, *args, **kwargs), a model's forward: its first launch that compiles has the kernels of
     all others, and of their gradients, compiled by threads. Only the first call in training and in evaluation, with
     gradients and without, is looked at."""
+    if compilers() is None:
+        return _NOTHING
     kind = (model.training, torch.is_grad_enabled())
     looked = _looked.get(model)
-    if looked is not None and kind in looked:
+    device = _device(model) if looked is None or kind not in looked else None
+    if device is None:
         return _NOTHING
     _looked.setdefault(model, set()).add(kind)
-    device = _device(model) if compilers() is not None else None
-    if device is None or _obstacle(model, args, kwargs):
+    if _obstacle(model, args, kwargs):
         return _NOTHING
-    return launcher.after_compiling(partial(_look, _Call(whole, model, args, kwargs, device, *kind)))
+    return launcher.after_compiling(partial(_look, _Call(whole, model, args, kwargs, device, kind[1])))
 
 
 class _Call(NamedTuple):
@@ -66,15 +69,15 @@ class _Call(NamedTuple):
     args: tuple
     kwargs: Mapping[str, Any]
     device: torch.device
-    training: bool
     grad: bool
 
 
 def _device(model: nn.Module) -> torch.device | None:
     """The CUDA device that a model is on; None where it is on another kind, on several, or nowhere."""
-    found = {p.device for p in model.parameters()}
-    device = found.pop() if len(found) == 1 else None
-    return device if device is not None and device.type == "cuda" else None
+    first = next(model.parameters(), None)
+    if first is None or first.device.type != "cuda":
+        return None
+    return first.device if all(p.device == first.device for p in model.parameters()) else None
 
 
 def _obstacle(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
@@ -89,8 +92,8 @@ def _obstacle(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
         held = (*module._parameters.values(), *module._buffers.values())
         if any(x is not None and type(x) not in (Tensor, nn.Parameter) for x in held):
             return "parameters are of a kind of their own"
-        if observed(module) or isinstance(next(iter(forms(module)), None), BlockForm):
-            return "modules have hooks or are recorded"
+        if isinstance(next(iter(forms(module)), None), BlockForm) or (module is not model and observed(module)):
+            return "modules have hooks or are recorded"  # hooks of the model itself are above what is run
         if getattr(module, "_compiled_call_impl", None) is not None:
             return "modules are compiled"
     return ""
