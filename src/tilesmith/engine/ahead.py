@@ -2,8 +2,8 @@
 
 With an empty cache, the first step of a model compiles some twenty kernels, the largest of which take seconds. So the
 first run of a launcher begins with a rehearsal (`engine.rehearsal`): all its launches but the first, which compiles its
-kernel itself, and those of the call's gradient are handed to a few threads. Three quarters of a compilation run without
-the GIL (docs/log/host-time.md).
+kernel itself, and those of the call's gradient are handed to a few threads. Five sixths of the work run without the GIL
+(docs/log/host-time.md). `models.first_step` finds calls before they are made.
 
 A thread does what Triton's own launch does before it loads a kernel: it fills Triton's caches, and needs no memory of
 the device. The launch then goes its usual way and finds the kernel there. So a gradient that comes otherwise than
