@@ -210,6 +210,32 @@ def test_threads_end_with_their_work_and_take_more():
     assert len(done) == 15
 
 
+def test_what_is_needed_first_and_then_the_largest_is_done_first():
+    threads, done = threads_of.Threads(0), []
+    for name, at_once, size in (("a", False, 1), ("b", False, 5), ("c", True, 0), ("d", False, 5), ("e", True, 2)):
+        threads.submit(partial(done.append, name), at_once=at_once, size=size)
+    threads.most = 1
+    threads.submit(partial(done.append, "f"))
+    _finish(threads)
+    assert done == ["e", "c", "b", "d", "a", "f"]
+
+
+def test_the_size_of_a_kernel_has_what_it_calls():
+    def inner():
+        """Calls nothing."""
+
+    def outer():
+        inner_kernel()  # noqa: F821
+
+    made = SimpleNamespace(src="i" * 10, fn=inner)
+    outer.__globals__["inner_kernel"] = made
+    try:
+        assert triton_private.code_size(SimpleNamespace(src="o" * 7, fn=outer)) == 17
+    finally:
+        del outer.__globals__["inner_kernel"]
+    assert triton_private.code_size(made) == 10 and triton_private.code_size(object()) == 0
+
+
 def test_nothing_is_timed_beside_compilers(monkeypatch):
     threads, calls, done = threads_of.Threads(1), [], []
     monkeypatch.setattr(threads_of, "compilers", lambda: threads)
@@ -265,7 +291,7 @@ def test_the_interpreter_ends_with_work_left(how):
 
 
 COMPILES = """
-import contextlib, sys
+import contextlib, sys, threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -274,8 +300,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+def build(src, metadata):
+    built.append((threading.current_thread().name, src.name, str(src.signature)))
+
+built = []
 driver.set_active(SimpleNamespace(
-    get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+    get_current_device=lambda: 0, get_current_stream=lambda device: 0, launcher_cls=build,
     get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=None,
 ))
 from test_ahead import CALLS, SM90, _finish, _launched
@@ -305,7 +335,10 @@ for name in sys.argv[1:]:
     def launch(of, kernel, grid, args, named):
         before = len(compiled)
         launcher.triton_private.warm(kernel, args, named)
-        assert of == name or len(compiled) == before, kernel.__name__
+        here, source, signature = built.pop()
+        assert here == "MainThread"
+        found = len(compiled) == before and ("tilesmith-ahead", source, signature) in built
+        assert of == name or found, kernel.__name__
 
     assert compiled, "no thread compiled anything"
     _launched(op, kernels, args, launch)
@@ -313,7 +346,7 @@ for name in sys.argv[1:]:
 
 
 def test_a_launch_finds_what_threads_compiled(needs_triton, tmp_path):
-    """By Triton's own key of the call's real tensors, for a GPU that is not here."""
+    """By Triton's own key of the call's real tensors, for a GPU that is not here; the launch's own C function, too."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILES, "rms_norm", "add_rms_norm", "softmax"]
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])

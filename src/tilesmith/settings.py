@@ -27,7 +27,8 @@ class Settings:
     replay: ``TILESMITH_REPLAY="1"``: repeated calls on a CUDA device do again what their launcher did without asking
         it (the default); "0": each call runs its launcher; "check": both run, and RuntimeError says where they differ.
     compile_ahead: ``TILESMITH_COMPILE_AHEAD=0``: kernels are compiled one after another, each when it is launched; by
-        default threads compile the others of a first call, and those of its gradient, meanwhile.
+        default threads compile the others of a first call, and those of its gradient, meanwhile, and those of the whole
+        first step of a transformers model.
     transport: ``TILESMITH_TRANSPORT="nccl"``: what moves tokens between the ranks of context-parallel attention:
         "symmetric_memory", "nccl" or "gloo"; "auto" (the default): the fastest that the ranks can have.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.

@@ -2,8 +2,8 @@
 
 With an empty cache, the first step of a model compiles some twenty kernels, the largest of which take seconds. So the
 first run of a launcher begins with a rehearsal (`engine.rehearsal`): all its launches but the first, which compiles its
-kernel itself, and those of the call's gradient are handed to a few threads. Three quarters of a compilation run without
-the GIL (docs/log/host-time.md).
+kernel itself, and those of the call's gradient are handed to a few threads. Five sixths of the work run without the GIL
+(docs/log/host-time.md). `models.first_step` finds calls before they are made.
 
 A thread does what Triton's own launch does before it loads a kernel: it fills Triton's caches, and needs no memory of
 the device. The launch then goes its usual way and finds the kernel there. So a gradient that comes otherwise than
@@ -27,13 +27,13 @@ from tilesmith.engine import launcher, torch_private, triton_private
 from tilesmith.engine.choice import by_metadata, choose, parse_pin
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.rehearsal import rehearse
-from tilesmith.engine.threads import Threads, Work, compilers
+from tilesmith.engine.threads import Threads, compilers
 from tilesmith.hardware.detect import arch_of, assuming
 from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
 
-Works = list[tuple[tuple, Work]]  # keys of launches, and what compiles the kernel of each
+Works = list[tuple[tuple, partial[None]]]  # keys of launches, and the `_compile` of each
 
 
 _seen: set[tuple] = set()
@@ -79,9 +79,10 @@ def _submit(threads: Threads, find: Callable[[], Works], own: bool = False) -> N
     except Exception:  # whatever it is, a call that could be served must not end here
         log.debug("what a call will launch is not known", exc_info=True)
         return
-    for key, work in reversed(works[1:]) if own else works:
+    for key, work in works[1:] if own else works:
         if key not in launcher.awaited:
-            launcher.awaited[key] = partial(_until, threads.submit(work, at_once=own))
+            size = triton_private.code_size(work.args[1])
+            launcher.awaited[key] = partial(_until, threads.submit(work, at_once=own, size=size))
 
 
 def _until(compiled: Future[None]) -> None:
@@ -92,7 +93,7 @@ def _until(compiled: Future[None]) -> None:
 
 def _works(fn: Callable[..., Any], args: tuple, device: torch.device) -> Works:
     """Of the launches of fn(*args), those whose kernels are not compiled, each once."""
-    found: dict[tuple, Work] = {}
+    found: dict[tuple, partial[None]] = {}
 
     def note(kernel: Any, grid: tuple[int, ...], args: tuple, named: dict[str, Any], cluster: int) -> None:
         key = launcher.uncompiled(kernel, args, named, cluster)
@@ -104,15 +105,35 @@ def _works(fn: Callable[..., Any], args: tuple, device: torch.device) -> Works:
     return list(found.items())
 
 
+def compile_call(op: Any, pin: str, args: tuple, device: torch.device, gradient: bool) -> None:
+    """Have threads compile what a call that will come launches, and, with `gradient`, what its gradient does.
+
+    args: of the call, on meta: of its tensors' shapes, strides, alignment and `requires_grad`. device: where it will be
+    made, the current one.
+    """
+    threads = compilers()
+    if threads is None:
+        return
+    with torch_private.without_modes(), torch.no_grad():
+        _submit(threads, partial(_works_by_choice, op, pin, args, device))
+        if gradient and op.gradient is not None and op.gradient.plan is not None and not op.gradient.refusal:
+            _submit(threads, partial(_works_of_gradient, op, pin, args, device))
+
+
 def _works_of_gradient(op: Any, pin: str, args: tuple, device: torch.device) -> Works:
     """The same of a call's gradient, as it usually is."""
-    vjp, pin, arch = op.vjp, op.gradient.pin_of_vjp(pin), arch_of(device)
-    if settings().tune or not by_metadata(vjp, device):  # measurements or trials decide, at the first call
+    given = op.gradient_arguments(args, usual=True)
+    return _works_by_choice(op.vjp, op.gradient.pin_of_vjp(pin), given, device)
+
+
+def _works_by_choice(op: Any, pin: str, args: tuple, device: torch.device) -> Works:
+    """The same of a call whose kernel has not been chosen yet."""
+    if settings().tune or not by_metadata(op, device):  # measurements or trials decide, at the first call
         return []
-    args = op.gradient_arguments(args, usual=True)
+    arch = arch_of(device)
     with assuming(arch):
         # the architecture is asked in place of the device: nobody is told of a choice before its call
-        kernel = choose(vjp, vjp.described(args, device, arch), pin, arch, args, ask=True).kernel
+        kernel = choose(op, op.described(args, device, arch), pin, arch, args, ask=True).kernel
         if kernel.plans is None:
             return []
         configure, fields = getattr(kernel.fn, "configure", None), parse_pin(pin)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
@@ -17,6 +18,7 @@ ANY_THREAD = 0  # in place of a thread's id, which is never 0
 _instead: dict[int, Callable[..., None]] = {}
 _compiled: dict[tuple, Compiled] = {}
 _runtime: Any = None  # whom to ask who listens to launches, once Triton is there
+_after_compiling: dict[int, Callable[[], None]] = {}  # id of a thread -> what its next launch calls that compiles
 awaited: dict[tuple, Callable[[], None]] = {}
 """Key of a launch whose kernel `engine.ahead` compiles -> what returns once that is done, or left to the caller."""
 
@@ -45,7 +47,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **n
         awaited[key]()
     x, y, z = (*grid, 1, 1)[:3]
     if found is None or hooked():
+        begun = time.time() if _after_compiling else 0.0
         compiled = triton_private.run(kernel, grid, args, named)
+        if begun and triton_private.was_compiled_since(compiled, begun):
+            _after_compiling.pop(get_ident(), _nothing)()
         if key is not None and found is None:
             found = _remember(key, compiled)
     else:
@@ -203,6 +208,25 @@ def in_place_of_launches(do: Callable[..., None], thread: int | None = None) -> 
             del _instead[thread]
         else:
             _instead[thread] = before
+
+
+@contextlib.contextmanager
+def after_compiling(do: Callable[[], None]) -> Iterator[None]:
+    """Inside, do() is called once: after the first launch of this thread whose kernel was in no cache, in memory or on
+    disk. Within another such context there is nothing to do."""
+    thread = get_ident()
+    if thread in _after_compiling:
+        yield
+        return
+    _after_compiling[thread] = do
+    try:
+        yield
+    finally:
+        _after_compiling.pop(thread, None)
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager

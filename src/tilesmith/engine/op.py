@@ -433,7 +433,7 @@ class Op:
         grads = {f"d{n}": None if usual and x.ndim != dims else x for n, x in outputs.items()}
         known = {**dict(zip(self.parameters, args)), **outputs, **grads}
         wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in self.vjp.outputs]
-        known |= {**self.vjp.defaults, "output_mask": wanted, "overwrite": False}
+        known |= {**self.vjp.defaults, "output_mask": wanted, "overwrite": usual}
         return tuple(known[n] for n in self.vjp.parameters)
 
     def _repeated(self, args: tuple, pin: str) -> list[str]:

@@ -9,7 +9,6 @@ import atexit
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cache
@@ -22,7 +21,7 @@ from tilesmith.settings import settings
 
 log = logging.getLogger("tilesmith")
 
-MOST = 3  # and the launching thread: a quarter of a compilation holds the GIL
+MOST = 5  # and the launching thread: a sixth of the work holds the GIL (docs/log/host-time.md)
 
 Work = Callable[[], None]
 
@@ -36,15 +35,16 @@ class Threads:
     def __init__(self, most: int):
         self.most, self.stopped = most, False
         self.lock, self.process = threading.Lock(), os.getpid()
-        self.waiting: deque[tuple[Future[None], Work]] = deque()
+        self.waiting: list[tuple[tuple[bool, int], Future[None], Work]] = []
         self.running: set[threading.Thread] = set()
         atexit.register(self.stop)
 
-    def submit(self, work: Work, at_once: bool = False) -> Future[None]:
-        """Have a thread call `work`; at_once: before what else waits. What it raises is logged, and the result None."""
+    def submit(self, work: Work, at_once: bool = False, size: int = 0) -> Future[None]:
+        """Have a thread call `work`; at_once: before what else waits. size: of the work, the largest of which is done
+        first, so that none is left for the end. What it raises is logged, and the result None."""
         future: Future[None] = Future()
         with self.lock:
-            (self.waiting.appendleft if at_once else self.waiting.append)((future, work))
+            self.waiting.append(((at_once, size), future, work))
             if len(self.running) < self.most and not self.stopped:
                 thread = threading.Thread(target=self._run, name="tilesmith-ahead", daemon=True)
                 try:
@@ -81,7 +81,9 @@ class Threads:
                 if not self.waiting:
                     self.running.discard(threading.current_thread())
                     return
-                future, work = self.waiting.popleft()
+                first = max(self.waiting, key=lambda waiting: waiting[0])
+                self.waiting.remove(first)
+                _, future, work = first
             if not future.set_running_or_notify_cancel():
                 continue
             try:

@@ -11,6 +11,9 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `cuOccupancyMaxActiveClusters` | as many clusters are resident as the smallest GPCs hold; none of more than 8 CTAs |
 | `knobs.runtime` hooks | a profiler that listens to Triton's hooks hears only of first launches |
 | `knobs.cache.dir` | errors name the folder that the environment gives, or the default one |
+| `launcher_cls` of the active driver | the launch of a kernel that was compiled ahead runs a C compiler (Triton 3.6) |
+| `CompiledKernel.metadata_group` | no kernel is compiled before the call that launches it is made |
+| `JITFunction.src`, `.fn` | kernels are compiled ahead in the order of launches, not the largest first |
 | `JITFunction.device_caches` | a kernel that is compiled ahead may be read from Triton's cache on disk again |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """
@@ -53,8 +56,32 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
 
 
 def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
-    """Have Triton compile what `run` would for the current device, and keep it; nothing is loaded there or launched."""
-    kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
+    """Have Triton compile what `run` would for the current device, and keep it; nothing is loaded there or launched.
+
+    That includes the C function which launches the kernel. Up to Triton 3.6 each signature has one of its own, and a C
+    compiler takes as long for it as Triton takes for a small kernel.
+    """
+    compiled = kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
+    build = getattr(_driver(), "launcher_cls", None)
+    if build is not None and was_compiled(compiled):
+        build(compiled.src, compiled.metadata)
+
+
+def code_size(kernel: Any) -> int:
+    """Characters of a kernel's source and of the functions that are inlined into it, by which the times go that it and
+    others take to compile; 0 where Triton does not tell."""
+    found: dict[int, int] = {}
+
+    def add(function: Any) -> None:
+        fn, source = getattr(function, "fn", None), getattr(function, "src", None)
+        if id(function) in found or not isinstance(source, str) or not inspect.isfunction(fn):
+            return
+        found[id(function)] = len(source)
+        for name in fn.__code__.co_names:
+            add(fn.__globals__.get(name))
+
+    add(kernel)
+    return sum(found.values())
 
 
 def have_cache(kernel: Any, device: int) -> None:
@@ -171,10 +198,14 @@ def version() -> str:
     return triton.__version__
 
 
-def _utils() -> Any:
+def _driver() -> Any:
     from triton.runtime import driver
 
-    return driver.active.utils
+    return driver.active
+
+
+def _utils() -> Any:
+    return _driver().utils
 
 
 def most_clusters(kernel: Any, shared: int, parts: int) -> int | None:
@@ -203,6 +234,15 @@ def was_compiled(result: Any) -> bool:
     from triton.compiler import CompiledKernel
 
     return isinstance(result, CompiledKernel)
+
+
+def was_compiled_since(result: Any, moment: float) -> bool:
+    """Whether what a launch returned was compiled, not read from Triton's cache, since `moment` (of `time.time`)."""
+    files = getattr(result, "metadata_group", None)
+    try:
+        return bool(files) and min(os.stat(path).st_mtime for path in files.values()) >= moment
+    except (OSError, AttributeError):  # a cache of another kind
+        return False
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -16,6 +16,7 @@ from torch import nn
 from tilesmith.models.attention.masks import TOLD
 from tilesmith.models.attention.turns import Turns
 from tilesmith.models.checkpoints import repeated_within
+from tilesmith.models.first_step import foreseen
 from tilesmith.rewrite import Form, given
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
@@ -43,7 +44,7 @@ class ChosenForm(Form):
                     return whole(self, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return _telling(whole, self, args, kwargs, positions, within)
-            with turns(self).shared():
+            with turns(self).shared(), foreseen(whole, self, args, kwargs):
                 return whole(self, *args, **kwargs)
 
         return forward

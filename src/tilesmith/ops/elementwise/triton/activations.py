@@ -11,7 +11,7 @@ from torch import Tensor
 from tilesmith.device.rows import rows
 from tilesmith.device.triton.activations import activate, gradient
 from tilesmith.device.triton.column_sums import partial_rows, sum_partials
-from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 
 
 @triton.jit
@@ -292,37 +292,37 @@ def _row_dims(x: Tensor) -> dict[str, int]:
     return {"rows": x.numel() // max(1, cols), "cols": cols}
 
 
-@register_kernel("silu", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("silu", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def silu(x: Tensor, *, config: GateConfig) -> Tensor:
     return _forward(x, None, "silu", config)
 
 
-@register_kernel("silu_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("silu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def silu_vjp(dout: Tensor, x: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, "silu", (True, False), config)[0]
 
 
-@register_kernel("gelu", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("gelu", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def gelu(x: Tensor, approximate: str = "none", *, config: GateConfig) -> Tensor:
     return _forward(x, None, _gelu_name(approximate, x), config)
 
 
-@register_kernel("gelu_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("gelu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def gelu_vjp(dout: Tensor, x: Tensor, approximate: str, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, _gelu_name(approximate, x), (True, False), config)[0]
 
 
-@register_kernel("swiglu", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("swiglu", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def swiglu(gate: Tensor, up: Tensor, *, config: GateConfig) -> Tensor:
     return _forward(gate, up, "silu", config)
 
 
-@register_kernel("swiglu_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("swiglu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def swiglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool], *, config: GateConfig
@@ -330,13 +330,13 @@ def swiglu_vjp(
     return _backward(dout, gate, up, "silu", output_mask, config)
 
 
-@register_kernel("geglu", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("geglu", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh", *, config: GateConfig) -> Tensor:
     return _forward(gate, up, _gelu_name(approximate, gate), config)
 
 
-@register_kernel("geglu_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("geglu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def geglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool], *, config: GateConfig
@@ -344,37 +344,37 @@ def geglu_vjp(
     return _backward(dout, gate, up, _gelu_name(approximate, gate), output_mask, config)
 
 
-@register_kernel("sigmoid", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("sigmoid", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def sigmoid(x: Tensor, *, config: GateConfig) -> Tensor:
     return _forward(x, None, "sigmoid", config)
 
 
-@register_kernel("sigmoid_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("sigmoid_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def sigmoid_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, out, None, "of_sigmoid", (True, False), config)[0]
 
 
-@register_kernel("relu_squared", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("relu_squared", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def relu_squared(x: Tensor, *, config: GateConfig) -> Tensor:
     return _forward(x, None, "relu_squared", config)
 
 
-@register_kernel("relu_squared_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("relu_squared_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def relu_squared_vjp(dout: Tensor, x: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, "relu_squared", (True, False), config)[0]
 
 
-@register_kernel("add_relu", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("add_relu", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def add_relu(x: Tensor, y: Tensor, *, config: GateConfig) -> Tensor:
     return _forward(x, y, "relu", config, added=True)
 
 
-@register_kernel("add_relu_vjp", backend="triton", rank=20, rejects=_reasons)
+@register_kernel("add_relu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
 @optimize_kernel(space=GATE_SPACE)
 def add_relu_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, out, None, "of_relu", (True, False), config)[0]
