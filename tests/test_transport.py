@@ -102,7 +102,7 @@ class _Counting(LocalRing):
 
     largest = asked_about = 0
 
-    def move(self, moves, sent, into, step):
+    def begin(self, moves, sent, into, step):
         needs = [_Exchange(moves, r, kinds_of(sent[r])).need for r in moves.spans]
         self.largest = max([self.largest, *needs])
 

@@ -99,16 +99,13 @@ def _need(problem: cost.Problem, taken: cost.Decision, machine: cost.Machine) ->
     for stage in plan.stages[1:]:
         some = [-(-kv_heads // split.kv) for split in splits]
         exchanges += [(stage.transfers, [(token, max(some))] * 2), (stage.transfers.back, [(wide, some[1])] * 2)]
-    if plan.degree > 1:  # q, k and v; dout and the gradient of lse; what comes back
-        lse = problem.batch * 4
-        sums = plan.replicates or len(plan.stages) > 1
-        wide = wide if sums or any(plan.sums(r).parts > 1 for r in range(problem.layout.size)) else token
-        many = 3 if plan.alike else 2
+    if plan.degree > 1:  # q, k and v; dout and the gradient of lse; out and lse, and gradients, which come back
+        lse, shared, many = problem.batch * 4, wide if plan.replicates else token, 3 if plan.alike else 2
         exchanges += [
             (plan.q_moves, [(token, problem.heads), (lse, problem.heads)]),
             (plan.kv_moves, [(token, problem.kv_heads)] * many),
-            (plan.q_moves.back, [(wide, heads), (lse, heads)]),
-            (plan.kv_moves.back, [(wide, kv_heads)] * many),
+            (plan.q_moves.back, [(token, heads), (lse, heads)]),
+            (plan.kv_moves.back, [(shared, kv_heads)] * many),
         ]
     return max((laid_out(moves, source, rows)[1] for moves, rows in exchanges for source in moves.spans), default=0)
 

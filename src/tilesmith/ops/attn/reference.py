@@ -423,13 +423,16 @@ def _scores(values: _Values, bias, slopes, position_q, position_k, visible, scal
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), by way of each row's own softmax. Where a bias of -1e9, say, hides all keys of a row, the
-    logarithm of their number is rounded away in lse: the differences are 0, which makes a sum of what is a mean."""
-    hidden = scores == float("-inf")
-    alone = hidden.all(-1, keepdim=True)  # a row without keys; 0 in its place, so that its second gradient is none
-    scores, lse = torch.where(alone, 0.0, scores), torch.where(alone, 0.0, lse.unsqueeze(-1))
-    share = torch.exp(torch.logsumexp(scores, -1, keepdim=True) - lse)
-    return torch.where(hidden, 0.0, torch.softmax(scores, -1) * share)
+    """exp(scores - lse). Where a bias of -1e9, say, hides all keys of a row, the logarithm of their number is rounded
+    away in lse, and the differences would make a sum of what is a mean. So rows with an lse that has less than half of
+    its digits behind the point are made by way of their own softmax."""
+    lse = lse.unsqueeze(-1)
+    shown = scores != float("-inf")
+    far = lse.isfinite() & (lse.abs() > torch.finfo(lse.dtype).eps ** -0.5)
+    near, own = torch.where(far, 0.0, lse), torch.where(far, scores, 0.0)  # 0 where the other way is taken
+    p = torch.exp(torch.where(shown & ~far, scores - near, float("-inf")))
+    share = torch.exp(torch.logsumexp(own, -1, keepdim=True) - torch.where(far, lse, 0.0))
+    return torch.where(far, torch.softmax(own, -1) * torch.where(far, share, 0.0), p)
 
 
 def _dropout(seed: Tensor, p: Tensor, dropout_p: float) -> Tensor:
