@@ -64,7 +64,8 @@ def _rope(
     init: str | Callable = tokens_first,
     **others: object,
 ) -> dict:
-    """Arguments of one call. k_dim: the size of k's heads, dim if None. table: P of [P, R/2] angles, T if None; per_token: rows of [rows, T, R/2] angles."""
+    """Arguments of one call. k_dim: the size of k's heads, dim if None. table: P of [P, R/2] angles, T if None;
+    per_token: rows of [rows, T, R/2] angles."""
 
     def states(heads: int, dim: int) -> T:
         return T(batch, heads, tokens, dim, layout=layout, init=init)

@@ -92,8 +92,8 @@ def check_rotation(
     offset: int,
     alike: bool = True,
 ) -> None:
-    """Raise ValueError or TypeError for what `rope`, or an op that does the same, cannot rotate. alike: whether heads of
-    k must have q's size."""
+    """Raise ValueError or TypeError for what `rope`, or an op that does the same, cannot rotate. alike: whether heads
+    of k must have q's size."""
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4:
         raise ValueError(f"{op}: q has shape {tuple(shape)}; it must be [B, H, T, D]")

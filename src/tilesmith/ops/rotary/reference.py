@@ -80,7 +80,8 @@ def rope_vjp(
     ``output_mask`` is False. The memory order is that of the incoming gradient.
 
     dq_out: [B, H, T, D], dk_out: [B, G, T, D], floating. cos, sin, positions, offsets, cu_seqlens, offset, interleaved,
-    last, halved: those of the forward. Returns (dq, dk) in the dtype of the incoming gradients, computed in fp32 (fp64 for fp64).
+    last, halved: those of the forward. Returns (dq, dk) in the dtype of the incoming gradients, computed in fp32 (fp64
+    for fp64).
     """
     dq_out, dk_out = (d if wanted else None for d, wanted in zip((dq_out, dk_out), output_mask, strict=True))
     given = dq_out if dq_out is not None else dk_out

@@ -98,7 +98,8 @@ def _rope_kernel(
     COS_POSITION: tl.constexpr, COS_PAIR: tl.constexpr, SIN_POSITION: tl.constexpr, SIN_PAIR: tl.constexpr,
     PER_TOKEN: tl.constexpr, POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
     OPPOSITE: tl.constexpr, LOAD_INTERLEAVED: tl.constexpr, STORE_INTERLEAVED: tl.constexpr, LAST: tl.constexpr,
-    PAIRS: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+    PAIRS: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Program: a block of tokens of one row, STEPS blocks of heads of q or, after those, of k, all by the same angles.
