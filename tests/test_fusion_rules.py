@@ -20,7 +20,7 @@ from tilesmith.rewrite import forms
 CONSERVATIVE, BALANCED, AGGRESSIVE = OptimizationLevel
 FULL, ATTENTION, FFN, NORM = FusionStrategy
 OF_PART = {
-    ATTENTION: {"rope", "attention", "selection"},
+    ATTENTION: {"rope", "latent", "attention", "selection"},
     FFN: {"mlp", "experts", "activation"},
     NORM: {"norm", "add_norm"},
 }
