@@ -21,7 +21,7 @@ CONSERVATIVE, BALANCED, AGGRESSIVE = OptimizationLevel
 FULL, ATTENTION, FFN, NORM = FusionStrategy
 OF_PART = {
     ATTENTION: {"rope", "latent", "attention", "selection"},
-    FFN: {"mlp", "experts", "activation"},
+    FFN: {"mlp", "experts", "router", "activation"},
     NORM: {"norm", "add_norm"},
 }
 

@@ -27,7 +27,7 @@ EXPECTED = {
 COLUMNS = (
     {"norm", "add_norm"},
     {"rope"},
-    {"mlp", "activation", "experts"},
+    {"mlp", "activation", "experts", "router"},
     {"attention", "latent", "selection"},
     {"loss"},
 )

@@ -85,17 +85,18 @@ class LatentRule(Rule):
 
 def recognise(module: nn.Module, own: int, shared: int, values: int) -> str:
     """The child of whose outputs the method makes what the op makes, to the bit. Raises `Unlike`."""
-    reason = "it has no child that is a linear layer"
+    reasons = ["it has no child that is a linear layer"]
     for name, child in module.named_children():
         if not isinstance(getattr(child, "out_features", None), int):
             continue
         try:
             if all(_agrees(module, name, own, shared, values, dtype) for dtype in probe.DTYPES):
                 return name
-            reason = "on small inputs it differs from keys of which a part is shared, and values behind the other part"
+            raise Unlike("on small inputs it differs from keys of which a part is shared, and values behind the other")
         except Unlike as verdict:
-            reason = str(verdict)
-    raise Unlike(reason)
+            if "also calls" not in str(verdict):  # else it is another child of whose outputs it makes them
+                reasons.append(str(verdict))
+    raise Unlike(reasons[-1])
 
 
 def _agrees(module: nn.Module, name: str, own: int, shared: int, values: int, dtype: torch.dtype) -> bool:
