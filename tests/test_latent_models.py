@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import inspect
 
 import pytest
 import torch
@@ -79,11 +80,11 @@ def test_queries_that_somebody_sees_in_parts_stay_in_parts():
     from tilesmith.models.layers.joined_queries import joined
     from tilesmith.rewrite import parse
 
-    tree = parse(modeling.DeepseekV3Attention.forward.__wrapped__)
+    tree = parse(inspect.unwrap(modeling.DeepseekV3Attention.forward))
     names = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
     assert joined(tree, names, "_whole_") == set(names)
     for line in ("q_pass = q_pass * 2", "q_rot = q_rot * 2", "kept = q_rot", "q_states.mul_(2)"):
-        tree = parse(modeling.DeepseekV3Attention.forward.__wrapped__)
+        tree = parse(inspect.unwrap(modeling.DeepseekV3Attention.forward))
         at = next(i for i, s in enumerate(tree.body) if ast.unparse(s).startswith("q_pass, q_rot ="))
         tree.body[at + 1 : at + 1] = ast.parse(line).body
         assert joined(tree, names, "_whole_") == set(), line
