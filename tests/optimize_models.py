@@ -8,7 +8,7 @@ from tilesmith.engine import ops, use
 
 OPS = (
     "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rope", "swiglu", "geglu", "silu", "gelu", "attention",
-    "experts", "rms_norm_gated", "rms_norm_rope", "xielu", "column_sums", "lora_linear",
+    "experts", "rms_norm_gated", "rms_norm_rope", "expand_kv", "route", "xielu", "column_sums", "lora_linear",
     "bias_gelu_vjp",
 )  # fmt: skip
 

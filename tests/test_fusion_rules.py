@@ -20,8 +20,8 @@ from tilesmith.rewrite import forms
 CONSERVATIVE, BALANCED, AGGRESSIVE = OptimizationLevel
 FULL, ATTENTION, FFN, NORM = FusionStrategy
 OF_PART = {
-    ATTENTION: {"rope", "attention", "selection"},
-    FFN: {"mlp", "experts", "activation"},
+    ATTENTION: {"rope", "latent", "attention", "selection"},
+    FFN: {"mlp", "experts", "router", "activation"},
     NORM: {"norm", "add_norm"},
 }
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from optimize_models import Calls, batch, build, ops_everywhere, train  # noqa: F401
 from tilesmith.models import optimize, undo
-from tilesmith.models.layers.rotary import Rotation, recognise
+from tilesmith.models.layers.rotations import Rotation, recognise
 
 
 def half(x):

@@ -14,6 +14,7 @@ from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.arguments import suggestion
 from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
+from tilesmith.models.attention.latent import LatentRule
 from tilesmith.models.attention.methods import AttentionMethodRule
 from tilesmith.models.attention.selected_blocks import SelectionRule
 from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
@@ -34,6 +35,7 @@ from tilesmith.models.layers.norms import NormRule
 from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.layers.residuals import AddNormRule
 from tilesmith.models.layers.rotary import RotaryRule
+from tilesmith.models.layers.routers import RouterRule
 from tilesmith.models.layers.xielu import XieluRule
 from tilesmith.models.reach import described
 
@@ -44,8 +46,10 @@ RULES: tuple[type[rewrite.Rule], ...] = (
     GatedNormRule,
     AddNormRule,
     RotaryRule,
+    LatentRule,
     GatedMlpRule,
     ExpertsRule,
+    RouterRule,
     ActivationRule,
     XieluRule,
     AttentionRule,
@@ -60,8 +64,8 @@ RULES: tuple[type[rewrite.Rule], ...] = (
 )
 
 RuleName = Literal[
-    "norm", "add_norm", "rope", "mlp", "experts", "activation", "attention", "selection", "lora", "loss", "bias",
-    "functional",
+    "norm", "add_norm", "rope", "latent", "mlp", "experts", "router", "activation", "attention", "selection", "lora",
+    "loss", "bias", "functional",
 ]  # fmt: skip
 RECORDED = ("bias",)
 """Rules that are used by default only with recorded blocks: they cost the host more than the device gains."""
@@ -102,9 +106,9 @@ def optimize(
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
         strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
-        only: the rules to use, of norm, add_norm, rope, mlp, experts, activation, attention, selection, lora, loss,
-            bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if None, but bias
-            only with `graphs`: otherwise launch overhead outweighs the gain.
+        only: the rules to use, of norm, add_norm, rope, latent, mlp, experts, router, activation, attention, selection,
+            lora, loss, bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if
+            None, but bias only with `graphs`: otherwise launch overhead outweighs the gain.
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
         compile: "between" compiles the repeated blocks of the model, such as decoder layers, with torch.compile when

@@ -658,6 +658,28 @@ def dropout_add_norm_vjp(
     stands for a gradient that `output_mask` does not ask for.
     """
 
+def expand_kv(kv: Tensor, shared: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of latent attention, from what a projection makes of the latents (arXiv:2405.04434).
+
+    kv: [B, H, T, N + V], of each head the N features of its key that are its own, then its V values; any strides
+    (memory in [B, T, H, N + V] order is the usual case). shared: [B, 1, T, R] of kv's dtype, the features of keys that
+    all heads share, which are rotated as a rule. own: N, from 0 to kv's last size.
+
+    Returns k [B, H, T, N + R] and v [B, H, T, V], copies in kv's dtype, in memory in [B, T, H, ·] order, as are their
+    gradients. So attention keeps no more than it reads, and a projection's gradient is read as it lies.
+
+    Raises ValueError or TypeError for shapes, dtypes, devices and an `own` other than these.
+    """
+
+def expand_kv_vjp(
+    dk: Tensor | None, dv: Tensor | None, k: Tensor, v: Tensor, own: int, output_mask: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `expand_kv`: (dkv, dshared), in memory in [B, T, heads, ·] order. Of k and v only sizes count.
+
+    Either incoming gradient may be None (zero). dshared is the sum over heads, in fp32 (fp64 for fp64), rounded once.
+    Where ``output_mask`` is False, an empty tensor.
+    """
+
 def experts(
     x: Tensor,
     gate_up: Tensor,
@@ -1800,6 +1822,8 @@ def rope(
     cu_seqlens: Tensor | None = None,
     offset: int = 0,
     interleaved: bool = False,
+    last: bool = False,
+    halved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate pairs of features of queries and keys by angles that grow with the position (RoPE, arXiv:2104.09864).
 
@@ -1812,7 +1836,7 @@ def rope(
 
     Args:
         q: [B, H, T, D], any strides (memory in [B, T, H, D] order is the usual case).
-        k: [B, G, T, D] of q's dtype, or None.
+        k: [B, G, T, D] of q's dtype, or None. Its heads may have another size than q's, of R features or more.
         cos, sin: one angle per pair, [P, R/2] indexed by position, or [B, T, R/2] or [1, T, R/2] for each token, which
             leaves no use for a position. Any floating dtype and strides: of tables that hold each angle twice, pass the
             view ``cos[..., : R // 2]`` (halves repeated) or ``cos[..., ::2]`` (neighbours repeated).
@@ -1822,6 +1846,8 @@ def rope(
             cu_seqlens[n] up to cu_seqlens[n + 1]. Tokens past the last boundary continue the last document.
         offset: added to every position that is counted. With ``positions`` it must be 0, and offsets None.
         interleaved: features (2i, 2i + 1) form a pair (GPT-J); otherwise (i, i + R/2) (GPT-NeoX, Llama).
+        last: the last R features of a head are rotated in place of the first (latent attention, arXiv:2405.04434).
+        halved: with ``interleaved``, what becomes of pair i goes to features (i, i + R/2) (DeepSeek-V3).
 
     Returns:
         (q_out, k_out), each with the shape, dtype and memory order of its input (dense, as ``torch.empty_like`` lays it
@@ -1844,6 +1870,8 @@ def rope_vjp(
     cu_seqlens: Tensor | None,
     offset: int,
     interleaved: bool,
+    last: bool,
+    halved: bool,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rope`: the incoming ones rotated by the opposite angles.
@@ -1851,8 +1879,9 @@ def rope_vjp(
     Either incoming gradient may be None (undefined, hence zero); its place in the result is an empty tensor, as where
     ``output_mask`` is False. The memory order is that of the incoming gradient.
 
-    dq_out: [B, H, T, D], dk_out: [B, G, T, D], floating. cos, sin, positions, offsets, cu_seqlens, offset, interleaved:
-    those of the forward. Returns (dq, dk) in the dtype of the incoming gradients, computed in fp32 (fp64 for fp64).
+    dq_out: [B, H, T, D], dk_out: [B, G, T, D], floating. cos, sin, positions, offsets, cu_seqlens, offset, interleaved,
+    last, halved: those of the forward. Returns (dq, dk) in the dtype of the incoming gradients, computed in fp32 (fp64
+    for fp64).
     """
 
 def route(

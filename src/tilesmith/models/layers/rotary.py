@@ -7,21 +7,20 @@ op. Which of the angles repeat is read off the model's own rotary module, on sma
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilesmith import ops
+from tilesmith.models.layers.joined_queries import joined, whole_rotation
 from tilesmith.models.layers.norm_rotary import Deferred, deferred, names_of, norm_rotation
 from tilesmith.models.layers.norms import Norm, NormRule, norm_of
+from tilesmith.models.layers.rotations import LAYOUTS, SPREAD, Rotation, angles_of_call, recognise, rotation, takes
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import (
     CannotRespell,
@@ -31,44 +30,14 @@ from tilesmith.rewrite import (
     Site,
     Skip,
     Unlike,
-    given,
     original_class,
     parse,
     probe,
     respelled_forward,
 )
 
-# How a table of R features stores its R / 2 angles, and the view that has each of them once.
-_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "halves": lambda table: table[..., : table.shape[-1] // 2],
-    "pairs": lambda table: table[..., ::2],
-    "single": lambda table: table,
-}
-_SPREAD: dict[str, Callable[[Tensor], Tensor]] = {
-    "halves": lambda angles: torch.cat((angles, angles), dim=-1),
-    "pairs": lambda angles: angles.repeat_interleave(2, dim=-1),
-    "single": lambda angles: angles,
-}
-
 _ROTATE = "_tilesmith_rotate_"
-
-
-class Rotation(NamedTuple):
-    """How a function rotates: the layout of its tables, whether pairs are neighbours, whether the angles are opposite
-    ones, whether it first moves neighbours into halves, and what it takes: "q, k, cos, sin" with heads before tokens or
-    by `unsqueeze_dim`; "x, sin, cos" and "q, k, cis", a complex table, with tokens before heads."""
-
-    layout: str
-    interleaved: bool
-    opposite: bool = False
-    moved: bool = False
-    takes: str = "q, k, cos, sin"
-
-    def __str__(self) -> str:
-        told = "neighbouring features" if self.interleaved else "the halves of a head"
-        if self.moved:
-            told += ", into which it moves neighbours first"
-        return f"{told} by the opposite angles" if self.opposite else told
+_WHOLE = "_tilesmith_rotate_whole_"
 
 
 @dataclass(frozen=True)
@@ -91,12 +60,17 @@ class RotaryForm(Form):
         for spec in specs:
             how, norm = by_name[spec.function], dict(self.norms)[spec.norms[0]]
             rotate = names[_ROTATE + spec.function]
-            made.append(norm_rotation(spec, norm, rotate, _LAYOUTS[how.layout], how.interleaved))
+            made.append(norm_rotation(spec, norm, rotate, LAYOUTS[how.layout], how.interleaved))
         names |= names_of(made)
+        together = _rotations(inspect.unwrap(original_class(base).forward))
+        together = {name: f for name, f in together.items() if takes(f) != "x, sin, cos"}
+        for name, function in together.items():
+            names[_WHOLE + name] = _of_whole(function, by_name.get(name))
 
         def edit(tree: ast.FunctionDef) -> None:
             if specs:
                 deferred(tree, tuple(dict(self.norms)), tuple(_plain(self.functions)))
+            joined(tree, together, _WHOLE)
             _WithSelf(frozenset(by_name)).visit(tree)
 
         return {"forward": respelled_forward(base, names, edit)}
@@ -132,40 +106,6 @@ class _WithSelf(ast.NodeTransformer):
         return node
 
 
-def rotation(function: Callable[..., Any], how: Rotation) -> Callable[..., Any]:
-    """A function with the parameters of `function` that rotates through the op, and calls it for other ranks."""
-    single = _LAYOUTS[how.layout]
-    others = list(inspect.signature(function).parameters)[4:]
-    place = others.index("unsqueeze_dim") if "unsqueeze_dim" in others else None
-
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        axis = given("unsqueeze_dim", place, more, named, 1)
-        if q.ndim != 4 or k.ndim != 4 or cos.ndim != 3 or axis not in (1, 2) or q.dtype is not k.dtype:
-            return function(q, k, cos, sin, *more, **named)
-        if axis == 2:
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        cos, sin = single(cos), single(sin)
-        if how.moved:
-            q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
-        q, k = ops.rope(q, k, cos, -sin if how.opposite else sin, interleaved=how.interleaved)
-        return (q.transpose(1, 2), k.transpose(1, 2)) if axis == 2 else (q, k)
-
-    def rotate_one(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-        wider = torch.promote_types(x.dtype, cos.dtype) is not x.dtype  # then the function's result is wider, too
-        if x.ndim != 4 or cos.ndim != 3 or wider:
-            return function(x, sin, cos)
-        return ops.rope(x.transpose(1, 2), None, cos, sin, interleaved=how.interleaved)[0].transpose(1, 2)
-
-    def rotate_complex(q: Tensor, k: Tensor, cis: Tensor) -> tuple[Tensor, Tensor]:
-        if q.ndim != 4 or k.ndim != 4 or cis.ndim != 3 or q.dtype is not k.dtype:
-            return function(q, k, cis)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        q, k = ops.rope(q, k, cis.real, cis.imag, interleaved=how.interleaved)
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    return {"q, k, cos, sin": rotate, "x, sin, cos": rotate_one, "q, k, cis": rotate_complex}[how.takes]
-
-
 def _where_reached(function: Callable[..., Any], how: Rotation) -> Callable[..., Any]:
     ours = rotation(function, how)
 
@@ -177,6 +117,13 @@ def _where_reached(function: Callable[..., Any], how: Rotation) -> Callable[...,
         return ours(q, *more, **named)
 
     return rotate
+
+
+def _of_whole(function: Callable[..., Any], how: Rotation | None) -> Callable[..., Any]:
+    """`whole_rotation` by a function; None: one that the op does not stand for, in a branch beside one that it does."""
+    if how is None:
+        return whole_rotation(lambda module, *given, **named: function(*given, **named), lambda *_, **__: None)
+    return whole_rotation(_where_reached(function, how), angles_of_call(function, how), **how.options())
 
 
 class HeadNormRule(NormRule):
@@ -267,38 +214,6 @@ def _layouts(root: nn.Module) -> set[str]:
     return found
 
 
-def takes(function: Callable[..., Any]) -> str:
-    """What a rotation takes, by the number and the names of its parameters; see `Rotation`."""
-    names = list(inspect.signature(function).parameters)
-    if names[1:] == ["sin", "cos"]:
-        return "x, sin, cos"
-    return "q, k, cis" if len(names) == 3 else "q, k, cos, sin"
-
-
-def recognise(function: Callable[..., Any]) -> list[Rotation]:
-    """The rotations for which the op gives what `function` gives on small inputs."""
-    fits, kind = [], takes(function)
-    if kind == "q, k, cos, sin":
-        either = (False, True)
-        every = [Rotation(*how) for how in itertools.product(_LAYOUTS, either, either, either)]
-    else:
-        every = [Rotation("single", interleaved, takes=kind) for interleaved in (False, True)]
-    for how in every:
-        if how.moved and how.interleaved:
-            continue
-        try:
-            if not all(_agrees(function, how, dtype, 8) for dtype in (torch.float32, torch.bfloat16)):
-                continue
-        except Unlike:
-            continue
-        if kind == "q, k, cos, sin":
-            with contextlib.suppress(Unlike):  # it may not take angles for less than the whole head
-                if not _agrees(function, how, torch.float32, 4):
-                    continue
-        fits.append(how)
-    return fits
-
-
 def angles_of(module: nn.Module) -> str:
     """The layout of the tables that a rotary module returns. Raises `Unlike`."""
     buffers = {name: probe.wave(*b.shape).abs() + 0.1 for name, b in module._buffers.items() if b is not None}
@@ -310,14 +225,14 @@ def angles_of(module: nn.Module) -> str:
         if not isinstance(tables, tuple) or [getattr(table, "ndim", None) for table in tables] != [3, 3]:
             raise Unlike("the model's rotary module does not return (cos, sin) of [batch, tokens, features]")
         # "single" comes last and fits anything, so it means that nothing repeats.
-        layouts.add(next(name for name in _LAYOUTS if all(_stored_as(name, table) for table in tables)))
+        layouts.add(next(name for name in LAYOUTS if all(_stored_as(name, table) for table in tables)))
     if len(layouts) != 1:
         raise Unlike("the model's rotary module makes tables of several layouts")
     return layouts.pop()
 
 
 def _stored_as(layout: str, table: Tensor) -> bool:
-    return torch.equal(_SPREAD[layout](_LAYOUTS[layout](table)), table)
+    return torch.equal(SPREAD[layout](LAYOUTS[layout](table)), table)
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -372,27 +287,3 @@ def _setting(module: nn.Module, test: ast.expr) -> bool | None:
         return None
     value = functools.reduce(lambda of, name: getattr(of, name, None), path, module)
     return value if isinstance(value, bool) and path != ["training"] else None
-
-
-def _agrees(function: Callable[..., Any], how: Rotation, dtype: torch.dtype, pairs: int) -> bool:
-    """Whether the op does what `function` does when the angles are for `pairs` of the 8 pairs of a head."""
-    q, k = probe.wave(2, 4, 5, 16).to(dtype), probe.wave(2, 2, 5, 16, phase=1.0).to(dtype)
-    angles = probe.wave(2, 5, pairs, phase=2.0)
-    cos, sin = (_SPREAD[how.layout](table).to(dtype) for table in (angles.cos(), angles.sin()))
-    if how.takes != "q, k, cos, sin":
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    inputs = {
-        "q, k, cos, sin": (q, k, cos, sin),
-        "x, sin, cos": (q, sin, cos),
-        "q, k, cis": (q, k, torch.complex(angles.cos(), angles.sin())),
-    }[how.takes]
-    found = probe.call(function, *(x.clone() for x in inputs))
-    wanted = probe.call(rotation(function, how), *inputs)
-    found, wanted = (x if isinstance(x, tuple) else (x,) for x in (found, wanted))
-    if len(found) != len(wanted) or not all(isinstance(x, Tensor) for x in found):
-        return False
-    allowed = 4 * torch.finfo(dtype).eps  # the function may round each product, the op rounds once
-    return all(
-        f.shape == w.shape and f.dtype is w.dtype and bool((f - w).abs().max() <= allowed * w.abs().max())
-        for f, w in zip(found, wanted)
-    )

@@ -55,6 +55,7 @@ def _rope(
     dim: int,
     *,
     rotated: int | None = None,
+    k_dim: int | None = None,
     table: int | None = None,
     per_token: int = 0,
     repeated: str = "",
@@ -63,16 +64,17 @@ def _rope(
     init: str | Callable = tokens_first,
     **others: object,
 ) -> dict:
-    """Arguments of one call. table: P of [P, R/2] angles, T if None; per_token: rows of [rows, T, R/2] angles."""
+    """Arguments of one call. k_dim: the size of k's heads, dim if None. table: P of [P, R/2] angles, T if None;
+    per_token: rows of [rows, T, R/2] angles."""
 
-    def states(heads: int) -> T:
+    def states(heads: int, dim: int) -> T:
         return T(batch, heads, tokens, dim, layout=layout, init=init)
 
     pairs = (dim if rotated is None else rotated) // 2
     shape = (per_token, tokens, pairs) if per_token else (tokens if table is None else table, pairs)
     return {
-        "q": states(q_heads),
-        "k": None if k_heads is None else states(k_heads),
+        "q": states(q_heads, dim),
+        "k": None if k_heads is None else states(k_heads, dim if k_dim is None else k_dim),
         "cos": T(*shape, dtype=angle_dtype, grad=False, init=_angles(torch.cos, repeated)),
         "sin": T(*shape, dtype=angle_dtype, grad=False, init=_angles(torch.sin, repeated)),
         **others,
@@ -84,6 +86,7 @@ def _ints(*shape: int, values: Sequence[int]) -> T:
 
 
 REPEATED = {"per_token": 1, "repeated": "halves", "angle_dtype": None}
+LATENT = {**REPEATED, "interleaved": True, "last": True, "halved": True}
 DOCUMENTS = _ints(5, values=(0, 3, 3, 9, 11))
 
 CASES: dict[str, list[Case]] = {
@@ -95,6 +98,14 @@ CASES: dict[str, list[Case]] = {
         Case("heads_first", _rope(2, 3, 1, 5, 16, init="normal"), SMALL),
         Case("partial", _rope(1, 2, 1, 4, 40, rotated=16), SMALL),
         Case("partial_interleaved", _rope(1, 2, 1, 4, 40, rotated=10, interleaved=True), SMALL),
+        Case("halved", _rope(2, 4, 2, 5, 16, interleaved=True, halved=True), SMALL),
+        Case("last", _rope(1, 2, 1, 4, 40, rotated=16, last=True), SMALL),
+        Case("last_interleaved", _rope(1, 2, 1, 4, 40, rotated=10, interleaved=True, last=True), SMALL),
+        Case("first_halved", _rope(1, 2, 1, 4, 40, rotated=10, interleaved=True, halved=True), SMALL),
+        Case("smaller_keys", _rope(2, 3, 2, 4, 40, rotated=16, k_dim=20), SMALL),
+        Case("larger_keys", _rope(2, 3, 2, 4, 16, k_dim=24, interleaved=True, last=True), SMALL),
+        Case("latent", _rope(2, 4, 1, 5, 24, rotated=8, k_dim=8, **LATENT), SMALL),
+        Case("latent_transposed", _rope(2, 4, 1, 5, 24, rotated=8, k_dim=8, layout="transposed", **LATENT), SMALL),
         Case("dim_80", _rope(1, 2, 1, 3, 80), SMALL),
         Case("dim_96_interleaved", _rope(1, 2, 1, 3, 96, interleaved=True), SMALL),
         Case("odd_dim", _rope(1, 2, 1, 3, 17), SMALL),
@@ -130,6 +141,7 @@ CASES: dict[str, list[Case]] = {
         Case("per_token_4x4096", _rope(4, 32, 8, 4096, 128, per_token=1, repeated="halves", angle_dtype=None), BENCH),
         Case("interleaved_4x4096", _rope(4, 32, 8, 4096, 128, interleaved=True), BENCH),
         Case("partial_4x4096", _rope(4, 32, 8, 4096, 128, rotated=64), BENCH),
+        Case("deepseek_v3_2x4096", _rope(2, 16, 1, 4096, 192, rotated=64, k_dim=64, **LATENT), BENCH),
         Case("decode_128", _rope(128, 32, 8, 1, 128, table=8192, offsets=_ints(128, values=(4000, 17))), BENCH),
     ],
     "rms_norm_rope": [

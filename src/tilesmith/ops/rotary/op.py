@@ -28,6 +28,8 @@ def _fake(
     cu_seqlens: Tensor | None = None,
     offset: int = 0,
     interleaved: bool = False,
+    last: bool = False,
+    halved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
 
@@ -42,6 +44,8 @@ def _fake_vjp(
     cu_seqlens: Tensor | None,
     offset: int,
     interleaved: bool,
+    last: bool,
+    halved: bool,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     wanted = [d if want else None for d, want in zip((dq_out, dk_out), output_mask, strict=True)]
@@ -60,8 +64,20 @@ def _check(
     cu_seqlens: Tensor | None = None,
     offset: int = 0,
     interleaved: bool = False,
+    last: bool = False,
+    halved: bool = False,
 ) -> None:
-    check_rotation("rope", q, k, cos, sin, positions, offsets, cu_seqlens, offset)
+    check_rotation("rope", q, k, cos, sin, positions, offsets, cu_seqlens, offset, alike=False)
+    if k is not None and 2 * cos.shape[-1] > k.shape[3]:
+        raise ValueError(
+            f"rope: cos has {cos.shape[-1]} angles, which rotate {2 * cos.shape[-1]} features, but k's heads have "
+            f"{k.shape[3]}; pass k with at least as many"
+        )
+    if halved and not interleaved:
+        raise ValueError(
+            "rope: halved is given without interleaved; it says where the results of neighbouring features go: pass "
+            "interleaved=True, or leave it out"
+        )
 
 
 def check_rotation(
@@ -74,15 +90,18 @@ def check_rotation(
     offsets: Tensor | None,
     cu_seqlens: Tensor | None,
     offset: int,
+    alike: bool = True,
 ) -> None:
-    """Raise ValueError or TypeError for what `rope`, or an op that does the same, cannot rotate."""
+    """Raise ValueError or TypeError for what `rope`, or an op that does the same, cannot rotate. alike: whether heads
+    of k must have q's size."""
     shape, dtype, device = q.shape, q.dtype, q.device
     if len(shape) != 4:
         raise ValueError(f"{op}: q has shape {tuple(shape)}; it must be [B, H, T, D]")
     floating(op, "q", q)
     if k is not None:
-        if k.ndim != 4 or k.shape != (shape[0], k.shape[1], shape[2], shape[3]):
-            needed = f"[{shape[0]}, G, {shape[2]}, {shape[3]}]"
+        size = shape[3] if alike or k.ndim != 4 else k.shape[3]
+        if k.ndim != 4 or k.shape != (shape[0], k.shape[1], shape[2], size):
+            needed = f"[{shape[0]}, G, {shape[2]}, {shape[3] if alike else 'D'}]"
             raise ValueError(f"{op}: k has shape {tuple(k.shape)}; for this q it must be {needed}")
         if k.dtype != dtype:
             raise TypeError(f"{op}: k has dtype {k.dtype}, q has {dtype}; they must agree")
@@ -193,7 +212,7 @@ def _spread(op: Op, args: tuple) -> tuple[Tensor, Tensor]:
     named = dict(zip(op.parameters, args))
     pattern, starts = angle_dims(**{name: named[name] for name in ("cos", "positions", "offsets", "cu_seqlens")})
     tokens = "T" if named["cu_seqlens"] is not None else "t"
-    heads = f"bh{tokens}D bh{tokens}D"
+    heads = f"bh{tokens}D bh{tokens}E"
     return spread(op, args, f"{heads} {pattern} -> {heads}", starts)
 
 

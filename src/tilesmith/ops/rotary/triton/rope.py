@@ -97,12 +97,13 @@ def _rope_kernel(
     offset, num_positions, num_rows, num_tokens, q_heads, k_heads, documents, search_steps,
     COS_POSITION: tl.constexpr, COS_PAIR: tl.constexpr, SIN_POSITION: tl.constexpr, SIN_PAIR: tl.constexpr,
     PER_TOKEN: tl.constexpr, POSITIONS: tl.constexpr, OFFSETS: tl.constexpr, PACKED: tl.constexpr,
-    OPPOSITE: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, DIM: tl.constexpr,
+    OPPOSITE: tl.constexpr, LOAD_INTERLEAVED: tl.constexpr, STORE_INTERLEAVED: tl.constexpr, LAST: tl.constexpr,
+    PAIRS: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Program: a block of tokens of one row, STEPS blocks of heads of q or, after those, of k, all by the same angles.
-    Neighbours share tokens."""
+    Neighbours share tokens. Q_REST, K_REST: features of a head that are copied, LAST: before the rotated ones."""
     head_block = tl.program_id(0) % HEAD_BLOCKS
     token_block = tl.program_id(0) // HEAD_BLOCKS
     row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
@@ -126,15 +127,19 @@ def _rope_kernel(
         tl.where(is_q, q_out_token, k_out_token), row, heads, tokens,
     )  # fmt: skip
 
+    num_rest = Q_REST if Q_REST == K_REST else tl.where(is_q, Q_REST, K_REST)
+    rotated = num_rest if LAST else 0
+    rest = tl.arange(0, BLOCK_REST)[None, None, :]
+    copied = rest if LAST else 2 * PAIRS + rest
+
     # The tiles are asked for before the angles, so that their longer way from DRAM overlaps with theirs.
     x, unturned = (), ()
-    rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, None, :]
     for step in tl.static_range(STEPS):
         inside = (tokens[:, None, None] < num_tokens) & (heads[None, :, None] + step * BLOCK_HEADS < num_heads)
         x_line = x_ptr + step * BLOCK_HEADS * x_head
-        x += (split_line(x_line, x_dim, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED),)
-        if DIM > 2 * PAIRS:
-            unturned += (tl.load(x_line + rest * x_dim, mask=inside & (rest < DIM)),)
+        x += (split_line(x_line + rotated * x_dim, x_dim, inside, PAIRS, BLOCK_PAIRS, LOAD_INTERLEAVED),)
+        if Q_REST + K_REST > 0:
+            unturned += (tl.load(x_line + copied * x_dim, mask=inside & (rest < num_rest)),)
 
     if PER_TOKEN:
         position = tokens.to(tl.int64)
@@ -161,9 +166,10 @@ def _rope_kernel(
         y_line = y_ptr + step * BLOCK_HEADS * y_head
         first, second = x[step]
         y_first, y_second = first * cos - second * sin, second * cos + first * sin
-        join_line(y_line, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, INTERLEAVED)
-        if DIM > 2 * PAIRS:
-            tl.store(y_line + rest * y_dim, unturned[step], mask=inside & (rest < DIM))
+        y_rotated = y_line + rotated * y_dim
+        join_line(y_rotated, y_dim, y_first, y_second, inside, PAIRS, BLOCK_PAIRS, STORE_INTERLEAVED)
+        if Q_REST + K_REST > 0:
+            tl.store(y_line + copied * y_dim, unturned[step], mask=inside & (rest < num_rest))
 
 
 class RopeConfig(NamedTuple):
@@ -185,6 +191,8 @@ def _rotate(
     cu_seqlens: Tensor | None,
     offset: int,
     interleaved: bool,
+    last: bool,
+    halved: bool,
     opposite: bool,
     config: RopeConfig,
 ) -> tuple[Tensor, Tensor]:
@@ -193,17 +201,20 @@ def _rotate(
     if given is None:
         return cos.new_empty(0), cos.new_empty(0)
     q_out, k_out = (given.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k))
-    batch, _, num_tokens, dim = given.shape
+    batch, _, num_tokens, _ = given.shape
+    q_dim, k_dim = (given.shape[3] if x is None else x.shape[3] for x in (q, k))
     q_heads, k_heads = (0 if x is None else x.shape[1] for x in (q, k))
     heads = config.block_heads * config.steps
     head_blocks = cdiv(q_heads, heads) + cdiv(k_heads, heads)
     token_blocks = cdiv(num_tokens, config.block_tokens)
-    if batch * token_blocks * head_blocks * dim == 0:
+    if batch * token_blocks * head_blocks * (q_dim + k_dim) == 0:
         return q_out, k_out
     pairs, documents = cos.shape[-1], 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     # Absent tensors are stood in for by one that is never read through them.
     q, q_write = (k, k_out) if q is None else (q, q_out)
     k, k_write = (q, q_out) if k is None else (k, k_out)
+    rest = q_dim - 2 * pairs, k_dim - 2 * pairs
+    stored = interleaved and not halved
     by_position, by_row, by_document = (cos if x is None else x for x in (positions, offsets, cu_seqlens))
     launch(
         _rope_kernel, (head_blocks * token_blocks, *rows_grid(batch)),
@@ -214,10 +225,11 @@ def _rotate(
         offset, cos.shape[-2], batch, num_tokens, q_heads, k_heads, documents, (documents - 1).bit_length(),
         COS_POSITION=cos.stride(-2), COS_PAIR=cos.stride(-1), SIN_POSITION=sin.stride(-2), SIN_PAIR=sin.stride(-1),
         PER_TOKEN=cos.ndim == 3, POSITIONS=positions is not None, OFFSETS=offsets is not None,
-        PACKED=cu_seqlens is not None, OPPOSITE=opposite, INTERLEAVED=interleaved, PAIRS=pairs, DIM=dim,
-        BLOCK_TOKENS=config.block_tokens, BLOCK_HEADS=config.block_heads,
+        PACKED=cu_seqlens is not None, OPPOSITE=opposite, LAST=last,
+        LOAD_INTERLEAVED=stored if opposite else interleaved, STORE_INTERLEAVED=interleaved if opposite else stored,
+        PAIRS=pairs, Q_REST=rest[0], K_REST=rest[1], BLOCK_TOKENS=config.block_tokens, BLOCK_HEADS=config.block_heads,
         HEAD_BLOCKS=head_blocks, STEPS=config.steps, BLOCK_PAIRS=next_power_of_2(max(1, pairs)),
-        BLOCK_REST=next_power_of_2(max(1, dim - 2 * pairs)), num_warps=config.num_warps,
+        BLOCK_REST=next_power_of_2(max(1, *rest)), num_warps=config.num_warps,
     )  # fmt: skip
     return q_out, k_out
 
@@ -244,7 +256,8 @@ def double_reasons(tensors: dict) -> list[str]:
 
 def _dims(q, k, *_) -> dict[str, int]:
     shapes = [x.shape for x in (q, k) if x is not None] or [(0, 0, 0, 0)]
-    batch, _, tokens, dim = shapes[0]
+    batch, _, tokens, _ = shapes[0]
+    dim = max(shape[3] for shape in shapes)
     return {"tokens": batch * tokens, "heads": sum(shape[1] for shape in shapes), "dim": dim}
 
 
