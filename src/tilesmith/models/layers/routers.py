@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith import ops
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.models.reach import Settings, has_settings, ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, original_class, probe
 
@@ -67,8 +68,7 @@ def routed(module: nn.Module, x: Tensor, top_k: int, bias: str, *rest: Any) -> t
 
 def _served(module: nn.Module, x: Tensor) -> bool:
     """Whether the module computes logits in fp32 here, and the op has a kernel."""
-    kind = x.device.type
-    return reaches(_OP, x) and (kind == "meta" or not torch.is_autocast_enabled(kind))
+    return reaches(_OP, x) and not autocasts(x.device.type)
 
 
 class RouterRule(Rule):
