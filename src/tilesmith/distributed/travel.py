@@ -107,7 +107,8 @@ def through(
     given.
 
     While ranks compare their calls, only local work may be done: on few own keys. Many are worked on while the first
-    transfer is under way, which hides more than the comparison takes.
+    transfer is under way, which hides more than the comparison takes; what computes of them is launched before the host
+    posts that transfer.
     """
     stages = stages or work.schedule.stages
     own = {r: tensors[1:3] for r, tensors in shards.items()}
