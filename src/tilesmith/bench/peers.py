@@ -123,10 +123,11 @@ def _geglu(gate, up, approximate="tanh"):
     return F.gelu(gate, approximate=approximate) * up
 
 
-def _rope(q, k, cos, sin, positions=None, offsets=None, cu_seqlens=None, offset=0, interleaved=False):
+def _rope(q, k, cos, sin, positions=None, offsets=None, cu_seqlens=None, offset=0, interleaved=False, **more):
     half = cos.shape[-1]
-    if positions is not None or offsets is not None or cu_seqlens is not None or offset or interleaved:
-        args = {"positions": positions, "offsets": offsets, "cu_seqlens": cu_seqlens, "offset": offset}
+    placed = positions is not None or offsets is not None or cu_seqlens is not None or offset
+    if placed or interleaved or any(more.values()):
+        args = {"positions": positions, "offsets": offsets, "cu_seqlens": cu_seqlens, "offset": offset, **more}
         return reference(ops()["rope"])(q=q, k=k, cos=cos, sin=sin, interleaved=interleaved, **args)
     cos, sin = (torch.cat((a, a), -1)[..., : q.shape[-2], :].to(q.dtype) for a in (cos, sin))
     cos, sin = (a[:, None] if a.ndim == 3 else a for a in (cos, sin))
@@ -236,7 +237,7 @@ def _liger_geglu(args):
 def _liger_rope(args):
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    only(args, "Liger", interleaved=False, offset=0)
+    only(args, "Liger", interleaved=False, offset=0, last=False, halved=False)
     if any(args.get(name) is not None for name in ("positions", "offsets", "cu_seqlens")):
         raise Missing("Liger's RoPE has no positions, offsets or packed rows")
     cos, sin = (torch.cat((args[n], args[n]), -1)[..., : args["q"].shape[2], :] for n in ("cos", "sin"))
@@ -330,6 +331,7 @@ def _quack_linear_cross_entropy(args):
 def _quack_rope(args):
     from quack.rotary import apply_rotary_emb  # apply_rotary has no gradient
 
+    only(args, "Quack", last=False, halved=False)
     if args.get("positions") is not None or args.get("offset"):
         raise Missing("Quack's rotary takes no positions")
     q, k = (None if args[n] is None else args[n].transpose(1, 2) for n in ("q", "k"))

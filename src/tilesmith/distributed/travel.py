@@ -124,7 +124,7 @@ def through(
         late = i == 0 and work.early and work.comparing
         begun = fetch(work, following, sent, step) if following and not late else None
         if begun and i:  # what is computed of others' keys posts transfers of its own
-            pending = begun()
+            pending, begun = begun(), None  # which holds what is sent
         try:
             compute(stage, keys)
         except BaseException:  # the other ranks' transfers end, and so do ours, before their memory is given up
@@ -133,7 +133,7 @@ def through(
                     work.ring.wait((pending or (begun or fetch(work, following, sent, step))())[0])
             raise
         if following and pending is None:
-            pending = (begun or fetch(work, following, sent, step))()
+            pending, begun = (begun or fetch(work, following, sent, step))(), None
 
 
 def fetch(work: Work, stage: Stage, sent: Shards, step: str) -> Callable[[], tuple[Any, dict[int, list[Tensor]]]]:

@@ -170,7 +170,7 @@ class _AttentionFp8(torch.autograd.Function):
             dq, dk = (
                 None
                 if dx is None
-                else rope_vjp(dx, None, cos, sin, None, None, None, n, ctx.interleaved, (True, False))[0]
+                else rope_vjp(dx, None, cos, sin, None, None, None, n, ctx.interleaved, False, False, (True, False))[0]
                 for dx, n in ((dq, behind), (dk, 0))
             )
         return dq, dk, dv, None, None, None, None
