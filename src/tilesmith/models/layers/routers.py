@@ -60,10 +60,17 @@ class RouterForm(Form):
 
 def routed(module: nn.Module, x: Tensor, top_k: int, bias: str, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, weights, indices) of tokens [..., C], a row for each token."""
-    rows = x.reshape(-1, x.shape[-1])
-    # In fp32, as DeepSeek-V3 has them: logits in bf16 tie now and then, and which expert then wins differs by kernel.
-    logits = F.linear(rows.to(torch.float32), module.weight.to(torch.float32))
-    return logits, *ops.route(logits, top_k, getattr(module, bias) if bias else None, *rest)
+    logits = _logits(module, x)
+    return logits, *_chosen(module, logits, top_k, bias, *rest)
+
+
+def _logits(module: nn.Module, x: Tensor) -> Tensor:
+    """In fp32, as DeepSeek-V3 has them: in bf16 they tie now and then, and which expert then wins differs by kernel."""
+    return F.linear(x.reshape(-1, x.shape[-1]).to(torch.float32), module.weight.to(torch.float32))
+
+
+def _chosen(module: nn.Module, logits: Tensor, top_k: int, bias: str, *rest: Any) -> tuple[Tensor, Tensor]:
+    return ops.route(logits, top_k, getattr(module, bias) if bias else None, *rest)
 
 
 def _served(module: nn.Module, x: Tensor) -> bool:
@@ -112,10 +119,9 @@ def recognise(module: nn.Module) -> Routing:
 
 
 class Call(NamedTuple):
-    """A module with fixed weights, some tokens, and what it returned for them, sorted by expert."""
+    """A module with fixed weights, and what it returned for some tokens, sorted by expert."""
 
     twin: nn.Module
-    x: Tensor
     logits: Tensor
     weights: Tensor
     indices: Tensor
@@ -138,9 +144,11 @@ def _call(module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtype) -> C
     logits, weights, indices = found
     if logits.shape != (_TOKENS, experts) or logits.dtype is not torch.float32 or weights.dtype is not torch.float32:
         raise Unlike("its logits and weights are not those of one row for each token, in fp32")
+    if not torch.equal(logits, probe.call(_logits, twin, x)):
+        raise Unlike("its logits are not one product in fp32")
     if indices.ndim != 2 or weights.shape != indices.shape or indices.dtype is not torch.int64:
         raise Unlike("it does not return a weight for each chosen expert")
-    return Call(twin, x, logits, *_by_expert(weights, indices))
+    return Call(twin, logits, *_by_expert(weights, indices))
 
 
 def _choices(module: nn.Module, top_k: int) -> Iterator[Routing]:
@@ -157,18 +165,18 @@ def _choices(module: nn.Module, top_k: int) -> Iterator[Routing]:
 
 def _chooses(call: Call, candidate: Routing) -> bool:
     """Whether the choice is the same, but for experts that rank alike to the last bits."""
-    logits, _, indices = probe.call(routed, call.twin, call.x, *candidate)
-    ranks = logits
+    _, indices = probe.call(_chosen, call.twin, call.logits, *candidate)
+    ranks = call.logits
     if candidate.bias:
-        ranks = logits.sigmoid() if candidate.scores == "sigmoid" else logits.softmax(-1)
+        ranks = ranks.sigmoid() if candidate.scores == "sigmoid" else ranks.softmax(-1)
         ranks = ranks + getattr(call.twin, candidate.bias)
     ours, theirs = (ranks.gather(-1, chosen).sort(-1).values for chosen in (indices, call.indices))
-    return torch.equal(logits, call.logits) and bool((ours - theirs).abs().max() <= 1e-6)
+    return bool((ours - theirs).abs().max() <= 1e-6)
 
 
 def _weighs(call: Call, candidate: Routing) -> bool:
     """Whether tokens of the same choice have the same weights."""
-    _, weights, indices = probe.call(routed, call.twin, call.x, *candidate)
+    weights, indices = probe.call(_chosen, call.twin, call.logits, *candidate)
     weights, indices = _by_expert(weights, indices)
     same = (indices == call.indices).all(-1)
     wrong = (weights - call.weights)[same].abs().max()
