@@ -48,11 +48,10 @@ def foreseen(
     """A context for whole(model, *args, **kwargs), a model's forward: its first launch that compiles has the kernels of
     all others, and of their gradients, compiled by threads. Only the first call in training and in evaluation, with
     gradients and without, is looked at."""
-    if compilers() is None:
-        return _NOTHING
     kind = (model.training, torch.is_grad_enabled())
-    looked = _looked.get(model)
-    device = _device(model) if looked is None or kind not in looked else None
+    if kind in _looked.get(model, ()) or compilers() is None:
+        return _NOTHING
+    device = _device(model)
     if device is None:
         return _NOTHING
     _looked.setdefault(model, set()).add(kind)
@@ -73,11 +72,9 @@ class _Call(NamedTuple):
 
 
 def _device(model: nn.Module) -> torch.device | None:
-    """The CUDA device that a model is on; None where it is on another kind, on several, or nowhere."""
+    """The CUDA device of a model's first parameter; None where it is on another kind, from which it may yet move."""
     first = next(model.parameters(), None)
-    if first is None or first.device.type != "cuda":
-        return None
-    return first.device if all(p.device == first.device for p in model.parameters()) else None
+    return first.device if first is not None and first.device.type == "cuda" else None
 
 
 def _obstacle(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
@@ -86,6 +83,8 @@ def _obstacle(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> str:
         return "an argument holds state"
     if observer() or torch_private.hooks_of_all_modules() or torch.cuda.is_current_stream_capturing():
         return "somebody watches"
+    if len({p.device for p in model.parameters()}) > 1:
+        return "it is on several devices"
     for module in model.modules():
         if not _known(original_class(type(module))) or not all(_known(f) for f in _functions(module)):
             return "code of others may have effects"
