@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -189,33 +188,34 @@ class ProcessGroupRing:
         if self.size == 1 or not moves.spans or self._through(mine[0].device) != SYMMETRIC:
             return None
         peers, device = self._peers, mine[0].device
-        with self._named(step):
-            try:
-                if peers.memory is None:
-                    peers.memory = PeerMemory(self.group, device, self._gathered)
-                found = peers.memory.begin(moves, mine, theirs, step, self._limit, self._gathered)
-            except CannotShare as problem:
-                peers.memory, peers.refused = None, str(problem)
-                self._through(device)  # says so
-                return None
+        try:
+            if peers.memory is None:
+                peers.memory = PeerMemory(self.group, device, self._gathered)
+            found = peers.memory.begin(moves, mine, theirs, step, self._limit, self._gathered)
+        except CannotShare as problem:
+            peers.memory, peers.refused = None, str(problem)
+            self._through(device)  # says so
+            return None
+        except RingError:
+            raise
+        except RuntimeError as problem:
+            raise self._named(problem, step) from problem
         if found is None:
             self.transport(device, peers.memory.need(moves, mine))  # an error where symmetric memory was asked for
             return None
         return partial(self._posted, found, step)
 
     def _posted(self, post: Callable[[], Arrival], step: str) -> Arrival:
-        with self._named(step):
-            return post()
-
-    @contextlib.contextmanager
-    def _named(self, step: str) -> Iterator[None]:
-        """Problems of CUDA as errors that name rank and step."""
         try:
-            yield
+            return post()
         except RingError:
             raise
         except RuntimeError as problem:
-            raise RingError(f"rank {self.rank}: {step}: {problem}") from problem
+            raise self._named(problem, step) from problem
+
+    def _named(self, problem: RuntimeError, step: str) -> RingError:
+        """A problem of CUDA, by rank and step."""
+        return RingError(f"rank {self.rank}: {step}: {problem}")
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
         """Memory [B, heads, T, D] from which the next `begin` sends, if it is of these moves: what is written there by
