@@ -38,7 +38,7 @@ def provenance(document: Mapping[str, Any]) -> str:
 def _line(name: str, rows: Mapping[str, Any]) -> tuple[str, ...]:
     ours, others = _fastest(rows, OURS), _fastest(rows, PEERS)
     shown = (_ms(rows.get(variant) or rows.get(variant + BESIDE)) for variant in (*PEERS, *OURS))
-    if ours is None or others is None or not {"compile", "liger"} & {each for each in rows if "ms" in rows[each]}:
+    if ours is None or others is None or not any("ms" in rows.get(peer, {}) for peer in ("compile", "liger")):
         return (name, *shown, "", "")
     peaks = f"{others['peak_gb']:.1f}, {ours['peak_gb']:.1f}"
     return (name, *shown, f"{others['ms'] / ours['ms']:.2f}", peaks)

@@ -17,10 +17,9 @@ from tilesmith.distributed.layout import length
 from tilesmith.distributed.pieces import Overlap
 from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
-from tilesmith.distributed.tokens import by_head, by_token, copy_runs
+from tilesmith.distributed.tokens import add_runs, by_head, by_token, copy_runs
 from tilesmith.distributed.travel import Shards, Work, cut, of_part, post_back, through, to_begin
 from tilesmith.ops.attn.reference import out_like
-from tilesmith.ops.attn.runs_reference import each_run
 
 
 def forward(work: Work, shards: Shards) -> tuple[dict[int, tuple[Tensor, Tensor]], Shards]:
@@ -112,19 +111,13 @@ def _returned(
             made = x.new_empty(shape, dtype=dtype)
             found[r].append(made.fill_(0.0 if several else fill[i]) if several or padded else made)
         for some, runs in moves.placed.get(r, ()):
-            places = [total[:, :, slice(*some)] for total in found[r]]
+            places = [by_head(total[:, :, slice(*some)]) for total in found[r]]
             if several:
-                _add(places, landed[r], runs)
+                add_runs(places, [by_head(x) for x in landed[r]], runs)
             else:
-                copy_runs(landed[r], None, [by_head(place) for place in places], runs)
+                copy_runs(landed[r], None, places, runs)
         found[r] = [by_head(total) for total in found[r]]
     return found
-
-
-def _add(totals: Sequence[Tensor], arrived: Sequence[Tensor], runs: Sequence[int]) -> None:
-    for total, x in zip(totals, arrived):
-        for at, to, tokens in each_run(runs):
-            total[to : to + tokens].add_(x[at : at + tokens])
 
 
 def _attend(work: Work, shards: Shards) -> dict[int, tuple[Tensor, Tensor]]:

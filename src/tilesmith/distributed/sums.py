@@ -13,9 +13,8 @@ from torch import Tensor
 from tilesmith import ops
 from tilesmith.distributed.layout import Range, joined
 from tilesmith.distributed.pieces import Call, Overlap
-from tilesmith.distributed.tokens import pair, run
+from tilesmith.distributed.tokens import add_runs, pair, run
 from tilesmith.ops.attn.reference import out_like
-from tilesmith.ops.attn.runs_reference import each_run
 
 NO_KEYS = float("-inf")  # lse of a row that sees no key
 SMALL = (torch.float16, torch.bfloat16)
@@ -166,9 +165,7 @@ class Sum:
         if last:
             self._last = more, runs
             return
-        for total, x in zip(self.values, more):
-            for at, to, tokens in each_run(runs):
-                run(total, to, to + tokens).add_(run(x, at, at + tokens))
+        add_runs(self.values, more, runs)
 
     def total(self, dtype: torch.dtype) -> Sequence[Tensor]:
         """The sums, zeros where nothing was added. Called once."""

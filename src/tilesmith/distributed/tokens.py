@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.ops.attn.runs_reference import each_run
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -41,3 +42,10 @@ def copy_runs(
     some = [by_head(x if heads is None else x[:, :, slice(*heads)]) for x in sent]
     for i in range(0, len(some), 2):
         ops.copy_runs(*pair(some[i : i + 2]), *pair(into[i : i + 2]), runs)
+
+
+def add_runs(totals: Sequence[Tensor], more: Sequence[Tensor], runs: Sequence[int]) -> None:
+    """Add runs of tokens to sums, both [B, heads, T, D], in place. runs: as `ops.add_runs` takes them."""
+    for total, x in zip(totals, more):
+        for at, to, tokens in each_run(runs):
+            run(total, to, to + tokens).add_(run(x, at, at + tokens))
