@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import peer_ranks
+import tilesmith.distributed.lost as lost
 import tilesmith.distributed.peer_memory as peer_memory
 import tilesmith.distributed.prepared as prepared
 import tilesmith.distributed.ring as ring_module
@@ -335,8 +336,9 @@ def test_only_ranks_that_need_the_lost_one_lose_anything(ranks):
     assert (third == 1.0).all() and not fine
 
 
-def test_ranks_that_wait_for_one_that_gave_up_name_the_one_that_is_lost(ranks):
+def test_ranks_that_wait_for_one_that_gave_up_name_the_one_that_is_lost(ranks, monkeypatch):
     """In a ring of three, two ranks are held up by the third; one of them only by way of the other."""
+    monkeypatch.setattr(lost, "PATIENCE", 2.0)  # by which threads of one machine may lag
     chain = Moves([Transfer(2, 0, 0, 0, 8), Transfer(0, 1, 0, 0, 8)])
 
     def work(rank, memory, gather):
@@ -345,6 +347,9 @@ def test_ranks_that_wait_for_one_that_gave_up_name_the_one_that_is_lost(ranks):
         for i in range(2):  # the second exchange of rank 0 stands behind its first
             _moved(memory, chain, _tensors(rank), [torch.zeros(8, 1, 2, 3)], gather, f"keys, step {i + 1}", SHORT)
         synchronize()
+        until = time.monotonic() + TIMEOUT
+        while not memory.broken and time.monotonic() < until:  # rank 0 lets its stream go on while rank 1 still asks why
+            time.sleep(0.01)
         return memory.broken
 
     first, second, _ = ranks(3, work)
