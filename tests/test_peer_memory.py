@@ -348,7 +348,9 @@ def test_ranks_that_wait_for_one_that_gave_up_name_the_one_that_is_lost(ranks, m
             _moved(memory, chain, _tensors(rank), [torch.zeros(8, 1, 2, 3)], gather, f"keys, step {i + 1}", SHORT)
         synchronize()
         until = time.monotonic() + TIMEOUT
-        while not memory.broken and time.monotonic() < until:  # rank 0 lets its stream go on while rank 1 still asks why
+        while (
+            not memory.broken and time.monotonic() < until
+        ):  # rank 0 lets its stream go on while rank 1 still asks why
             time.sleep(0.01)
         return memory.broken
 

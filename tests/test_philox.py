@@ -1,9 +1,12 @@
-"""Philox4x32-10: the published known-answer vectors, the mapping from element index to bits, and Triton's agreement."""
+"""Philox4x32-10: the published known-answer vectors, the mapping from element index to bits, Triton's agreement, and
+when an op draws a seed."""
 
 import pytest
 import torch
 
+from tilesmith import ops
 from tilesmith.device import philox
+from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import interpreting
 
 # Random123, tests/kat_vectors, lines "philox4x32 10": counter, key, result
@@ -129,3 +132,24 @@ def test_portable_kernels_draw_the_same_bits(first, lanes):
     tensors = {"seed": SEED.numpy().view("uint32"), "out": out.numpy().view("uint32")}
     interpret(build(draw, (32, 1, 1)), (1, 1, 1), tensors, {"first": first})
     assert torch.equal(out.long(), philox.random_bits(SEED, first * lanes + torch.arange(32 * lanes)))
+
+
+@pytest.mark.parametrize("name", ["attention", "dropout_add_norm", "softmax_dropout", "bias_dropout"])
+def test_a_repeated_call_is_not_checked_again(name, monkeypatch):
+    """Each call draws its own seed; a call that is given one is the same call."""
+    x, q = torch.ones(3, 40), torch.ones(1, 2, 5, 16)
+    calls = {
+        "attention": lambda **seed: ops.attention(q, q, q, dropout_p=0.5, **seed)[0],
+        "dropout_add_norm": lambda **seed: ops.dropout_add_norm(x, x, p=0.5, **seed)[1],
+        "softmax_dropout": lambda **seed: ops.softmax_dropout(x, 0.5, **seed),
+        "bias_dropout": lambda **seed: ops.bias_dropout(x, p=0.5, **seed),
+    }
+    torch.manual_seed(5)
+    first, second, op = calls[name](), calls[name](), declared()[name]
+    monkeypatch.setattr(op, "check", None)
+    third = calls[name]()
+    torch.manual_seed(5)
+    seeds = [philox.draw_seed(torch.device("cpu")) for _ in range(3)]
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    for drawn, seed in zip((first, second, third), seeds):
+        assert torch.equal(drawn, calls[name](seed=seed))

@@ -1,22 +1,20 @@
 """What all ops with dropout share on the host: the checks of seed and p, and the numbers that kernels take."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilesmith.device import philox
-from tilesmith.engine import Op
 
 
 def check_dropout(op: str, x: Tensor, seed: Tensor | None, p: float) -> None:
-    """Raise ValueError for p outside [0, 1), or a seed that is missing or not int64 [2] on x's device."""
+    """Raise ValueError for p outside [0, 1), or a seed that is not int64 [2] on x's device."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{op}: p is {p}; it must be in [0, 1)")
     if seed is None:
-        if p > 0.0:
-            raise ValueError(f"{op}: seed must be given with p > 0: an int64 tensor [2] = (seed, offset)")
         return
     if seed.dtype != torch.int64 or tuple(seed.shape) != (2,):
         raise ValueError(f"{op}: seed must be int64 [2] = (seed, offset), got {seed.dtype} {list(seed.shape)}")
@@ -24,14 +22,18 @@ def check_dropout(op: str, x: Tensor, seed: Tensor | None, p: float) -> None:
         raise ValueError(f"{op}: seed is on {seed.device}, x on {x.device}; move them to one device")
 
 
-def seed_for(op: Op, before: Sequence[Any], seed: Tensor | None, p: float, *after: Any) -> Tensor | None:
-    """The given seed; where p needs one and none is given, one drawn from the default generator of the tensors' device.
-    The arguments of `op` before the seed and after p are checked first, so that a call that raises leaves the generator
-    as it was."""
-    if seed is not None or p == 0.0:
-        return seed
-    op.check(*before, None, 0.0, *after)
-    return philox.draw_seed(before[0].device)
+def draws_seed(reference: Callable[..., Any], p: str = "p") -> Callable[[tuple], tuple]:
+    """For `Op(draw=...)`: a call's arguments, with a seed from the default generator of the first one's device where
+    `seed` is None and the probability `p` is above 0."""
+    names = list(inspect.signature(reference).parameters)
+    at, of = names.index("seed"), names.index(p)
+
+    def draw(args: tuple) -> tuple:
+        if args[at] is not None or args[of] == 0.0:
+            return args
+        return (*args[:at], philox.draw_seed(args[0].device), *args[at + 1 :])
+
+    return draw
 
 
 def kernel_seed(seed: Tensor | None, p: float) -> Tensor | None:

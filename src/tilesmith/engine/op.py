@@ -55,6 +55,8 @@ class Op:
     arguments) -> public outputs; None: DTensors raise. dispatched_as: the name that torch's dispatcher sees, where
     others recognise by it what an op computes; `torch.ops.tilesmith` has the op's own name besides, which calls it.
     together: pairs of tensor arguments of which `describe` and kernels may ask whether they begin at one address.
+    draw: a call's arguments -> the same with what is drawn anew for each call, a dropout's seed, where it was left out.
+    It follows the check, so that a call that is refused draws nothing.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Op:
         sharding: str | Callable[[Op, tuple], Any] | None = None,
         dispatched_as: str = "",
         together: Sequence[tuple[str, str]] = (),
+        draw: Callable[[tuple], tuple] | None = None,
     ):
         self.name = name or reference.__name__
         self.dispatched_as = dispatched_as or self.name
@@ -87,7 +90,7 @@ class Op:
             raise ValueError(f"op {self.name!r} is already declared")
         self.reference, self.vjp, self.outputs = reference, vjp, tuple(outputs)
         self.public = len(self.outputs) if public is None else public
-        self.decompose, self.when, self.mutates = decompose, when, tuple(mutates)
+        self.decompose, self.when, self.mutates, self.draw = decompose, when, tuple(mutates), draw
         self.alias, self.fold, self.unsaved, self.sharding = dict(alias or {}), tuple(fold), unsaved, sharding
         self.signature = inspect.signature(reference)
         served = None if vjp is None else {*(n[1:] for n in vjp.outputs), *self.alias}
@@ -218,6 +221,9 @@ class Op:
         if ready is None:  # a check looks at what is in the key, so a known key has passed it
             with torch_private.without_jit():
                 self.check(*args)
+        if self.draw is not None:
+            args = self.draw(args)
+        if ready is None:
             ready = self._passed_on(args, pin) if key is None else self._remember(key, args, pin)
         if ready.way is not None:
             return self._public(self.gradient.apply(ready, args))
@@ -234,6 +240,8 @@ class Op:
         if self.autocast:  # before the check, as in eager mode: it also makes two dtypes one
             args = self._autocast(args)
         torch._dynamo.comptime.comptime(tracing.check, lambda: self.check(*args))
+        if self.draw is not None:
+            args = self.draw(args)
         if sharding_rules.distributed(args):
             return sharding_rules.call(self, args)
         pin = pinned(name)
@@ -308,6 +316,8 @@ class Op:
         if len(self._recent) >= 1024:  # ever new lengths: start over rather than grow
             self._recent.clear()
         self._recent[key] = ready
+        if self.draw is not None:  # a call that gives what this one has drawn is the same
+            self._recent[self._key(False, pin, *args)] = ready
         return ready
 
     def _connected(self, ready: Ready, args: tuple, pin: str) -> Ready:

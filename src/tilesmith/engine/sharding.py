@@ -36,6 +36,8 @@ def distributed(args: Sequence[Any]) -> bool:
 def call(op: Any, args: tuple) -> Any:
     """The op's public outputs, as DTensors, from arguments of which some are."""
     op.check(*args)
+    if op.draw is not None:
+        args = op.draw(args)
     if op.sharding is None:
         raise ValueError(f"{op.name}: takes no DTensors; call it on what each rank holds, x.to_local()")
     return spread(op, args, op.sharding) if isinstance(op.sharding, str) else op.sharding(op, args)

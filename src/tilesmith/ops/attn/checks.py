@@ -47,8 +47,6 @@ def check_attention(
         _floating("sinks", sinks, q)
         if tuple(sinks.shape) != (heads,):
             raise ValueError(f"attention: sinks must be [{heads}], one for each query head, got {list(sinks.shape)}")
-    if dropout_p > 0.0 and seed is None:
-        raise ValueError("attention: seed must be given with dropout_p > 0: an int64 tensor [2] = (seed, offset)")
     if seed is not None:
         same_device("seed", seed, q)
         if seed.dtype != torch.int64 or tuple(seed.shape) != (2,):

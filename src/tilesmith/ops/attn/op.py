@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilesmith.device import philox, portable
+from tilesmith.device import portable
+from tilesmith.device.dropout import draws_seed
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import probability
 from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
-from tilesmith.engine.torch_private import autocasts
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.latent import values_in_keys
@@ -136,6 +136,7 @@ attention_op = Op(
     vjp=attention_vjp,
     outputs=("out", "lse"),
     check=checks.check_attention,
+    draw=draws_seed(reference.attention, "dropout_p"),
     describe=describe_attention("attention", reference.attention),
     autocast=("q", "k", "v"),
     sharding=sharding.attention,
@@ -237,10 +238,6 @@ def attention(
         **mask.lower(), **score.lower(),
     }  # fmt: skip
     dropout_p = probability("attention", "dropout_p", dropout_p)
-    if dropout_p > 0.0 and seed is None:
-        if not _autocast_to_come(q):  # a call that is refused draws nothing
-            attention_op.check(*attention_op.bind((q, k, v), given))
-        seed = philox.draw_seed(q.device)
     q, k, v = (with_unit_stride(x) for x in (q, k, v))
     if not _between_kernels(q, k, v, given):
         return attention_op(q, k, v, seed=seed, dropout_p=dropout_p, **given)
@@ -304,11 +301,6 @@ def _spelled(misplaced: dict[str, Any]) -> str:
             do = f". {suggestion(name, inspect.signature(attention).parameters)}"
         told.append(f"{name} (got {shown(value)}){do}")
     return f"attention has no argument {'; nor '.join(told)}"
-
-
-def _autocast_to_come(q: Tensor) -> bool:
-    """Whether the op's check will see other dtypes than came."""
-    return isinstance(q, Tensor) and autocasts(q.device.type)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Legend: F features, the last dim; the other dims are rows.
 
 from torch import Tensor
 
-from tilesmith.device.dropout import check_dropout, seed_for
+from tilesmith.device.dropout import check_dropout, draws_seed
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import flag, floating, probability
 from tilesmith.ops.elementwise import dropout_reference as reference
@@ -63,6 +63,7 @@ bias_dropout_op = Op(
     vjp=bias_dropout_vjp,
     outputs=("out",),
     check=_check_bias_dropout,
+    draw=draws_seed(reference.bias_dropout),
     kernels=TRITON,
     sharding="*n n @ -> *n",
 )
@@ -79,6 +80,7 @@ bias_dropout_residual_op = Op(
     vjp=bias_dropout_residual_vjp,
     outputs=("out",),
     check=_check_bias_dropout_residual,
+    draw=draws_seed(reference.bias_dropout_residual),
     kernels=TRITON,
     alias={"residual": "dout"},
     sharding="*n *n n @ -> *n",
@@ -101,7 +103,7 @@ def bias_dropout(
     meaning in full: `tilesmith.ops.elementwise.dropout_reference.bias_dropout`.
     """
     p = probability("bias_dropout", "p", p) if flag("bias_dropout", "training", training) else 0.0
-    return bias_dropout_op(x, bias, seed_for(bias_dropout_op, (x, bias), seed, p), p)
+    return bias_dropout_op(x, bias, seed, p)
 
 
 @bias_dropout_residual_op.door
@@ -120,5 +122,4 @@ def bias_dropout_residual(
     """
     name = "bias_dropout_residual"
     p = probability(name, "p", p) if flag(name, "training", training) else 0.0
-    seed = seed_for(bias_dropout_residual_op, (x, residual, bias), seed, p)
     return bias_dropout_residual_op(x, residual, bias, seed, p)

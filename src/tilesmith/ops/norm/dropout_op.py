@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilesmith.device.dropout import check_dropout, seed_for
+from tilesmith.device.dropout import check_dropout, draws_seed
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import choice, probability
 from tilesmith.ops.norm import dropout_reference, op
@@ -69,6 +69,7 @@ dropout_add_norm_op = Op(
     outputs=("y", "s", "mean", "rstd"),
     public=2,
     check=_check,
+    draw=draws_seed(dropout_reference.dropout_add_norm),
     kernels=FORWARD,
     sharding="*N *N N N @ -> *N *N",
 )
@@ -101,5 +102,4 @@ def dropout_add_norm(
     if eps is None:
         eps = 1e-6 if choice("dropout_add_norm", "kind", kind, KINDS) == "rms" else 1e-5
     p = probability("dropout_add_norm", "p", p)
-    seed = seed_for(dropout_add_norm_op, (x, residual, weight, bias), seed, p, kind, eps)
     return dropout_add_norm_op(x, residual, weight, bias, seed, p, kind, eps)

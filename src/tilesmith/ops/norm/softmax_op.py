@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device import portable
-from tilesmith.device.dropout import check_dropout, seed_for
+from tilesmith.device.dropout import check_dropout, draws_seed
 from tilesmith.device.rows import empty_rows, row_order
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import floating, positive, probability
@@ -99,6 +99,7 @@ softmax_dropout_op = Op(
     outputs=("out", "top", "total"),
     public=1,
     check=_check_softmax_dropout,
+    draw=draws_seed(reference.softmax_dropout),
     kernels={**DROPOUT, **PORTABLE},
     sharding=_spread,
 )
@@ -156,4 +157,4 @@ def softmax_dropout(
     The meaning in full: `tilesmith.ops.norm.softmax_reference.softmax_dropout`.
     """
     p, scale = probability("softmax_dropout", "p", p), positive("softmax_dropout", "scale", scale)
-    return softmax_dropout_op(x, seed_for(softmax_dropout_op, (x,), seed, p, scale, causal), p, scale, causal)
+    return softmax_dropout_op(x, seed, p, scale, causal)
