@@ -237,8 +237,9 @@ def test_selections_are_refused_by_name():
         selected_block_attention(q, k, k, torch.zeros(1, 1, 20, 2, dtype=torch.int64), 16)
     with pytest.raises(ValueError, match=r"block_indices must be \[1, 1, 20\] and a dim"):
         selected_block_attention(q, k, k, torch.zeros(1, 2, 20, 2, dtype=torch.int64), 10)
-    with pytest.raises(TypeError, match="block_indices must be integers"):
-        selected_block_attention(q, k, k, torch.zeros(1, 1, 20, 2), 10)
+    for wrong in (torch.float32, torch.complex64, torch.bool):
+        with pytest.raises(TypeError, match="block_indices must be integers"):
+            selected_block_attention(q, k, k, torch.zeros(1, 1, 20, 2, dtype=wrong), 10)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +263,16 @@ def test_wrong_selections_are_named(changes, error, message):
         selected_block_attention(**given | changes)
     none = torch.full_like(chosen, -1)  # as often as one likes
     assert not selected_block_attention(**given | {"block_indices": none})[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_selections_of_any_integers(dtype):
+    """Also where the number of blocks, 300, or -1 is no number of their dtype."""
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 600, 8)
+    chosen = torch.tensor([3, 0, 100]).expand(1, 2, 1, 3)
+    found = selected_block_attention(q, k, k, chosen.to(dtype), 2)
+    for x, y in zip(found, selected_block_attention(q, k, k, chosen, 2), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_a_selection_for_nobody():

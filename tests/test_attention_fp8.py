@@ -89,6 +89,26 @@ def test_angles_are_those_of_rope(interleaved):
     assert max(_error(x, y.double()) for x, y in zip(got, wanted)) < 0.1
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_angles_of_rows_reach_further_than_queries_and_keys(rows, interleaved):
+    """[1 or B, P, R/2] with P above S and S above T: the gradients are those of a row whose table is its own."""
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(2, h, n, 64, device=DEVICE, requires_grad=True) for h, n in ((4, 50), (2, 200), (2, 200)))
+    cos, sin = (f(torch.rand(rows, 210, 16, device=DEVICE) * 6.0) for f in (torch.cos, torch.sin))
+    dout = torch.randn(2, 4, 50, 64, device=DEVICE)
+
+    def found(row, cos, sin):
+        out = attention_fp8(q[row], k[row], v[row], Mask(causal=True), cos=cos, sin=sin, interleaved=interleaved)[0]
+        return out, *(dx[row] for dx in torch.autograd.grad(out, (q, k, v), dout[row]))
+
+    every = found(slice(None), cos, sin)
+    for b in range(2):
+        alone = found(slice(b, b + 1), cos[b % rows], sin[b % rows])
+        for x, y in zip(every, alone, strict=True):
+            torch.testing.assert_close(x[b : b + 1], y)
+
+
 def test_a_layer_learns_as_with_attention():
     def losses(attend):
         torch.manual_seed(1)

@@ -42,6 +42,18 @@ def test_attention_layer_equals_torch(mask, bias):
     torch.testing.assert_close(ours(x, **got), theirs(x, x, x, need_weights=False, **expected)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_attention_layer_adds_a_mask_of_another_dtype(dtype):
+    layer = core.AttentionLayer(8, 2, 0.0)
+    x, mask = torch.randn(2, 5, 8), torch.randn(2, 1, 5, 5).to(dtype).requires_grad_()
+    out = layer(x, mask)
+    torch.testing.assert_close(out, layer(x, mask.float()))
+    out.sum().backward()
+    assert mask.grad.dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x, mask).dtype == torch.bfloat16
+
+
 def test_attention_layer_drops_in_training_only():
     layer, _ = _pair(dropout=0.5)
     x = torch.randn(2, 9, DIM)

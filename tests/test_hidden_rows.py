@@ -5,6 +5,7 @@ import torch
 
 from tilesmith import ops, use
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDES = [-1e4, -1e9, torch.finfo(torch.float32).min]
 
 
@@ -46,3 +47,32 @@ def test_second_gradients_beside_rows_without_keys():
         found = second(lambda: ops.attention(q, k, v, score=ops.Score(bias=bias))[0])
     wanted = second(lambda: _softmax(q[:, :, seen], k, v, bias[:, :, seen]))
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("hidden", [*HIDES, torch.finfo(torch.bfloat16).min])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.usefixtures("needs_triton")
+def test_kernels_leave_other_rows_alone(dtype, hidden):
+    """What a kernel makes of hidden rows is finite, and a loss that leaves them out has the gradients it had."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, dout = (torch.randn(1, 2, 20, 16, generator=generator).to(DEVICE, dtype) for _ in range(4))
+    seen = torch.ones(20, 20, dtype=torch.bool, device=DEVICE).tril()
+    bias = torch.zeros(1, 1, 20, 20, device=DEVICE).masked_fill(~seen, hidden)
+    bias[:, :, :3] = hidden
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with use(attention="triton", attention_vjp="triton"):
+        out, lse = ops.attention(q, k, v, score=ops.Score(bias=bias))
+        whole = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        dout[:, :, :3] = 0.0
+        found = torch.autograd.grad(out, leaves, dout)
+    assert all(dx.isfinite().all() for dx in (out, *whole))
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = _softmax(*exact, torch.where(seen, 0.0, -1e4).double()[None, None])[:, :, 3:]
+    wanted_grads = torch.autograd.grad(wanted, exact, dout[:, :, 3:].double())
+    close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+    for x, y in zip((out[:, :, 3:], *found), (wanted, *wanted_grads), strict=True):
+        torch.testing.assert_close(x.double(), y, **close)
+    if dtype == torch.float16 and hidden < -2.36e38:  # -inf in units of log 2: such a row sees nothing
+        assert lse[:, :, :3].isneginf().all()
+        assert not out[:, :, :3].any()
+        assert not whole[0][:, :, :3].any()

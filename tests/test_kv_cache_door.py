@@ -98,6 +98,23 @@ def test_a_cache_alone_is_read_in_place_with_window_and_slopes():
     torch.testing.assert_close(whole[0], flash_attn_with_kvcache(q[:1], k_cache[:1], v_cache[:1])[0])
 
 
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("query", [torch.bfloat16, torch.float32])
+def test_autocast_casts_before_it_is_checked(query, cache):
+    """As projections leave them under autocast: queries and keys of one dtype, a cache of another."""
+    q, k, v = (_randn(2, 1, heads, 8).to(query) for heads in (4, 2, 2))
+    caches = [_randn(2, 6, 2, 8).to(cache) + i for i in range(2)]
+    rows = [x.clone() for x in caches]
+    for row, new in zip(rows, (k, v), strict=True):
+        row[:, 3] = new[:, 0]
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=3)
+        wanted = flash_attn_with_kvcache(q, *rows, cache_seqlens=4)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, wanted)
+    assert all(torch.equal(x, y) for x, y in zip(caches, rows, strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

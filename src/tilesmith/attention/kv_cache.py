@@ -10,6 +10,7 @@ from torch import Tensor
 from tilesmith import ops
 from tilesmith.attention.flash_attn import UNLIMITED, check_pages, check_slopes, first_slots, sides
 from tilesmith.engine.argument_checks import flag, number, positive, readable, tensor
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import attention_op
 
@@ -96,7 +97,8 @@ def flash_attn_with_kvcache(
     given: dict[str, Any] = {"kv_lengths": held, "page_table": table}
     if k is not None and v is not None and lengths is not None:
         # attention's refusals come before the cache is written
-        attention_op.check(*attention_op.bind((queries, keys, values), {**given, **mask.lower(), **score.lower()}))
+        seen = _as_seen(queries, keys, values)
+        attention_op.check(*attention_op.bind(seen, {**given, **mask.lower(), **score.lower()}))
         written = (keys, values, k.transpose(1, 2), v.transpose(1, 2), lengths)
         how = {"page_table": table, "interleaved": rotary_interleaved}
         queries = _append(written, queries, (rotary_cos, rotary_sin), local, how)
@@ -115,6 +117,14 @@ def _append(new: tuple[Tensor, ...], q: Tensor, angles: tuple, local: bool, how:
     batch, heads, tokens, dim = q.shape
     rotated = ops.kv_cache_append(*new, q.transpose(1, 2).reshape(batch, tokens * heads, 1, dim), *angles, **how)
     return rotated.view(batch, tokens, heads, dim).transpose(1, 2)
+
+
+def _as_seen(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v for the op's check: in the dtypes that autocast gives them, without a copy of the caches for it."""
+    if not autocasts(tensors[0].device.type):
+        return tensors
+    lowered = attention_op._autocast(tuple(x.new_empty(()) for x in tensors))
+    return tuple(one.expand(x.shape) for one, x in zip(lowered, tensors, strict=True))
 
 
 def _documents(leftpad: Tensor, q: Tensor, keys: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:

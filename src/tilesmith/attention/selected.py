@@ -56,7 +56,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: i
     check_shapes(of, q, k, v)
     one_device(of, "block_indices", block_indices, "q", q)
     size(of, "block_size", block_size)
-    if block_indices.is_floating_point() or block_indices.dtype == torch.bool:
+    if block_indices.is_floating_point() or block_indices.is_complex() or block_indices.dtype == torch.bool:
         raise TypeError(f"{of}: block_indices must be integers, got {block_indices.dtype}")
     wanted = (q.shape[0], k.shape[1], q.shape[2])
     if tuple(block_indices.shape[:3]) != wanted:
@@ -68,7 +68,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: i
             f"{of}: k has {keys} tokens and q {tokens}; the difference must be a multiple of block_size, {block_size}, "
             "or q have one token"
         )
-    _check_blocks(of, block_indices, cdiv(keys, block_size))
+    _check_blocks(of, block_indices.long(), cdiv(keys, block_size))  # -1 or their number may be none of its dtype
     return tokens, keys, shift
 
 

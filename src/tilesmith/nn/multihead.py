@@ -54,7 +54,7 @@ class AttentionLayer(nn.Module):
         if attention_mask is not None:
             _check_mask(attention_mask, x, self.num_heads)
         q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv_proj(x).chunk(3, -1))
-        dense, bias = _planes(attention_mask)
+        dense, bias = _planes(attention_mask, q)
         out, _ = ops.attention(
             q,
             k,
@@ -98,12 +98,13 @@ def _check_mask(mask: Tensor, x: Tensor, heads: int) -> None:
         )
 
 
-def _planes(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(which pairs may attend, what is added to their scores), each broadcastable to [B, H, T, T] or None."""
+def _planes(mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(which pairs may attend, what is added to their scores), each broadcastable to [B, H, T, T] or None. q: the
+    queries, whose dtype or fp32 what is added has."""
     if mask is None:
         return None, None
     if mask.ndim == 2:
         mask = mask[:, None, None, :]
     if mask.is_floating_point():
-        return None, mask
+        return None, mask if mask.dtype == q.dtype else mask.float()
     return mask if mask.dtype == torch.bool else mask != 0, None

@@ -159,9 +159,12 @@ class _AttentionFp8(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, cos, sin, out, lse = ctx.saved_tensors
-        behind = k.shape[2] - q.shape[2]
+        angles = [] if cos is None else [_angles(x, cos, sin, k.shape[2]) for x in (q, k)]
         if cos is not None:
-            q, k = (rope(x, None, cos, sin, offset=n, interleaved=ctx.interleaved)[0] for x, n in ((q, behind), (k, 0)))
+            q, k = (
+                rope(x, None, *tables, offset=n, interleaved=ctx.interleaved)[0]
+                for x, (*tables, n) in zip((q, k), angles)
+            )
         named = dict(zip(attention_op.parameters, attention_op.bind((q, k, v), ctx.given)))
         named.update(dout=dout, dlse=dlse, out=out, lse=lse, output_mask=(*ctx.needs_input_grad[:3], False, False))
         gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
@@ -170,7 +173,16 @@ class _AttentionFp8(torch.autograd.Function):
             dq, dk = (
                 None
                 if dx is None
-                else rope_vjp(dx, None, cos, sin, None, None, None, n, ctx.interleaved, False, False, (True, False))[0]
-                for dx, n in ((dq, behind), (dk, 0))
+                else rope_vjp(dx, None, *tables, None, None, None, n, ctx.interleaved, False, False, (True, False))[0]
+                for dx, (*tables, n) in zip((dq, dk), angles)
             )
         return dq, dk, dv, None, None, None, None
+
+
+def _angles(x: Tensor, cos: Tensor, sin: Tensor, keys: int) -> tuple[Tensor, Tensor, int]:
+    """cos, sin and offset with which `rope` rotates x, the queries or keys [B, heads, T, D]: a table of rows has an
+    angle for each token there, one of positions any number."""
+    first = keys - x.shape[2]
+    if cos.ndim == 2:
+        return cos, sin, first
+    return cos[:, first:keys], sin[:, first:keys], 0

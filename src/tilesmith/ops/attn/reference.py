@@ -95,6 +95,10 @@ def attention(
     A row that sees no key: out 0, lse -inf (or sinks), gradients 0. Keys that no query sees and queries that see no key
     may hold NaN or inf; neither reaches any output. A score of -inf counts as not visible; one of NaN makes out and lse
     of its row NaN.
+    A row whose keys a finite bias all hides has, here, out and gradients of its own softmax. Kernels are apart from
+    that in two ways, as PyTorch's memory-efficient backend is. Their scores of 16-bit values are in units of log 2, in
+    which a bias below -2.36e38 (finfo.min of bf16 and fp32) is -inf. And gradients take p from lse, in which below
+    about -1e7 the logarithm of the number of keys is rounded away: p is too large by up to that number.
 
     Returns out [B, H, T, Dv] in q's dtype (bf16 for an 8-bit q), in memory [B, T, H, Dv] if q's head stride is smaller
     than its token stride, else contiguous; lse [B, H, T] fp32 (fp64 for fp64), contiguous.
