@@ -176,6 +176,11 @@ SAID = [
     Said("README.md", "in {:.0f} GB instead of {:.0f}**", lambda: [_peak("tilesmith"), _peak("pytorch")]),
     Said(
         "README.md",
+        "Liger reached {:.2f}× and torch.compile {:.2f}×",
+        lambda: [_llama(provider)["times_pytorch"] for provider in ("liger", "compile")],
+    ),
+    Said(
+        "README.md",
         "{:.0f} tokens/s, against {:.0f} by transformers' compiled static cache",
         lambda: [_generated("graphs"), _generated("compile + graphs")],
     ),
