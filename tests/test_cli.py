@@ -349,7 +349,7 @@ def test_explain_starts_from_a_call_of_the_benchmark(missing):
     told = json.loads(output)
     assert (told["case"], told["arguments"]["weight"]) == ("16384x5120", "bfloat16[5120]")
     code, output = run("explain", "router_losses", "--arch", "sm80")
-    assert code == 0 and "Sizes of the small test case small" in output
+    assert code == 0 and "The sizes are those of the small test case small" in output
     code, output = run("explain", "attention", "--arch", "sm80", "--case", "causal")
     assert code == 0 and "for your own call" not in output
 
