@@ -40,7 +40,7 @@ def command(
     """Show which kernels serve a call of an op and its backward, and why the others do not.
 
     Without --shape and --case, the call has the sizes of a benchmark case, whose name is printed. With --shape, the
-    other sizes are those of the op's first, small example. Nothing is computed: only shapes, dtypes and devices matter.
+    other sizes are those of the op's first, small example. Nothing is computed: only the tensors' metadata matters.
     With --arch, or with --device cuda on a machine without one, the answer follows from the known facts about that GPU.
     """
     import torch
