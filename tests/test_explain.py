@@ -53,7 +53,7 @@ def test_the_kernels_below_are_named():
         register_kernel("explain_double", backend=backend, rank=rank, rejects=lambda call, why=reasons: why)(_double)
     choice = tilesmith.explain(op, torch.ones(3))
     assert [kernel.backend for kernel in choice.lower] == ["third", "reference"]
-    assert str(choice).splitlines()[-1] == "  could too: third (rank 20), reference (rank 0)"
+    assert str(choice).splitlines()[-1] == "  also possible: third (rank 20), reference (rank 0)"
     with tilesmith.use(explain_double="third"):
         assert tilesmith.explain(op, torch.ones(3)).lower == ()
 

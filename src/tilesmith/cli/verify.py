@@ -19,7 +19,7 @@ def command(
         typer.Option("--random", min=0, help="Also check this many cases of random sizes, for ops that can draw them."),
     ] = 0,
 ) -> None:
-    """Check kernels on this machine: values and gradients against fp64, within budgets derived from PyTorch's own error.
+    """Check kernels on this machine: values and gradients against fp64, within budgets from PyTorch's own error.
 
     Exits with 1 if a case exceeds its budget.
     """

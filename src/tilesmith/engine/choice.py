@@ -47,7 +47,7 @@ class Choice:
         lines += [f"  {output}: off by up to {e:g} beyond rounding" for output, e in self.kernel.errors.items()]
         lines += [f"  not {backend}: {'; '.join(reasons)}" for backend, reasons in self.rejected]
         if self.lower:
-            lines.append("  could too: " + ", ".join(f"{k.backend} (rank {k.rank})" for k in self.lower))
+            lines.append("  also possible: " + ", ".join(f"{k.backend} (rank {k.rank})" for k in self.lower))
         return "\n".join(lines + [f"  {line}" for line in self.note.split("; ") if line])
 
 
