@@ -86,7 +86,7 @@ def test_doctor_says_what_is_fast_first_and_each_reason_once():
     code, output = run("doctor", "--device", "cpu")
     assert code == 0 and len(output.splitlines()) < 25
     output = " ".join(output.split())
-    assert "Plain PyTorch, their reference, serves" in output
+    assert "Plain PyTorch, the reference, serves" in output
     assert output.count("Hopper kernels need an NVIDIA GPU") == 1
     assert "tilesmith explain rms_norm --arch sm90" in output
 
@@ -104,7 +104,7 @@ def test_explain_knows_gpus_that_are_not_here(missing):
         missing("triton is not installed")
     sizes = ("--shape", "x=4096x8192", "--shape", "weight=8192")
     code, output = run("explain", "rms_norm", "--arch", "sm90", *sizes)
-    assert code == 0 and "As on H100 (sm90, 132 SMs), from its facts; nothing was run." in output
+    assert code == 0 and "For H100 (sm90, 132 SMs), from the known facts about that GPU; nothing was run." in output
     assert "rms_norm_vjp -> hopper" in output
     code, output = run("explain", "rms_norm", "--arch", "gfx942", *sizes)
     assert "rms_norm -> triton" in output and "not hopper: gfx942" in output
@@ -221,7 +221,7 @@ def test_explain_takes_shapes_and_values():
         (("demo", "--text", "no/such/text"), "no/such/text does not exist; give a text file"),
         (("demo", "--model", "no/such/model"), "no/such/model does not exist"),
         (("demo", "--model", ".", "--export", "model"), "--export writes the model that the demo makes"),
-        (("explain", OP, "--arch", "sm90", "--device", "cpu"), "--device cpu about one that is; give one of them"),
+        (("explain", OP, "--arch", "sm90", "--device", "cpu"), "--device cpu one that is here; give one of them"),
         (("demo", "--out", "/proc/curves"), "--out /proc/curves cannot be written to: "),
         (("demo", "--export", "/proc/model"), "--export /proc/model cannot be written to: "),
         (("bench", OP, "--save", "--out", "/proc/results"), "--out /proc/results cannot be written to: "),
@@ -240,7 +240,7 @@ def test_explain_indents_what_it_continues(command, monkeypatch):
     monkeypatch.setattr(output.console, "width", 80)
     code, told = run("explain", *command, "--device", "cpu")
     assert code == 0
-    heads = re.compile(r"Sizes of |\w+ (bfloat16|float32)\[|\w+ -> |  not \w+: |    ")
+    heads = re.compile(r"The sizes |\w+ (bfloat16|float32)\[|\w+ -> |  not \w+: |    ")
     lines = told.splitlines()
     assert all(len(line) <= 80 and heads.match(line) for line in lines), told
     assert any(line.startswith("    ") for line in lines)
@@ -342,16 +342,16 @@ def test_explain_starts_from_a_call_of_the_benchmark(missing):
     code, output = run("explain", "attention", "--arch", "sm80")
     assert code == 0
     sizes = "--shape q=2x64x4096x128 --shape k=2x8x4096x128 --shape v=2x8x4096x128"
-    assert f"case gqa_64_8_4k; give those of your call, as {sizes}." in " ".join(output.split())
+    assert f"case gqa_64_8_4k; for your own call, give {sizes}." in " ".join(output.split())
     assert run("explain", "attention", "--arch", "sm80", *sizes.split())[0] == 0
     assert "q bfloat16[2, 64, 4096, 128], k bfloat16[2, 8, 4096, 128]" in output
     code, output = run("explain", "rms_norm", "--arch", "sm80", "--json")
     told = json.loads(output)
     assert (told["case"], told["arguments"]["weight"]) == ("16384x5120", "bfloat16[5120]")
     code, output = run("explain", "router_losses", "--arch", "sm80")
-    assert code == 0 and "Sizes of the small test case small" in output
+    assert code == 0 and "The sizes are those of the small test case small" in output
     code, output = run("explain", "attention", "--arch", "sm80", "--case", "causal")
-    assert code == 0 and "give those of your call" not in output
+    assert code == 0 and "for your own call" not in output
 
 
 def _explained(*sizes: str, arch: str = "sm80") -> str:

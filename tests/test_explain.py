@@ -53,7 +53,7 @@ def test_the_kernels_below_are_named():
         register_kernel("explain_double", backend=backend, rank=rank, rejects=lambda call, why=reasons: why)(_double)
     choice = tilesmith.explain(op, torch.ones(3))
     assert [kernel.backend for kernel in choice.lower] == ["third", "reference"]
-    assert str(choice).splitlines()[-1] == "  could too: third (rank 20), reference (rank 0)"
+    assert str(choice).splitlines()[-1] == "  also possible: third (rank 20), reference (rank 0)"
     with tilesmith.use(explain_double="third"):
         assert tilesmith.explain(op, torch.ones(3)).lower == ()
 
@@ -222,7 +222,7 @@ def test_without_triton_nothing_is_claimed_of_a_gpu_that_is_not_here(monkeypatch
         monkeypatch.setattr(f"tilesmith.engine.{module}.triton_missing", lambda: "Triton is not installed (pip ...)")
     x, weight = torch.ones(8, 64), torch.ones(64)
     there = tilesmith.explain("rms_norm", x, weight, arch="sm90")
-    assert there.because.startswith("not what sm90 would choose: that cannot be told without Triton")
+    assert there.because.startswith("not what sm90 would choose: without Triton its kernels cannot be asked")
     assert there.because.endswith(_install.command("interpreter"))
     assert tilesmith.explain("rms_norm", x, weight).because == "rank 0, the highest that accepts"
     assert tilesmith.explain("rms_norm", x, weight, arch="apple").because.startswith("rank")

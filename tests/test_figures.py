@@ -176,6 +176,11 @@ SAID = [
     Said("README.md", "in {:.0f} GB instead of {:.0f}**", lambda: [_peak("tilesmith"), _peak("pytorch")]),
     Said(
         "README.md",
+        "Liger reached {:.2f}× and torch.compile {:.2f}×",
+        lambda: [_llama(provider)["times_pytorch"] for provider in ("liger", "compile")],
+    ),
+    Said(
+        "README.md",
         "{:.0f} tokens/s, against {:.0f} by transformers' compiled static cache",
         lambda: [_generated("graphs"), _generated("compile + graphs")],
     ),
@@ -213,10 +218,9 @@ SAID = [
     ),
     Said(
         f"{GUIDES}/adaptive-precision.md",
-        "one row of x takes {:.0f} µs for bf16's {:.0f} and 32 rows {:.0f} for {:.0f}, by a kernel that unpacks the "
-        "codes where they are multiplied. With more rows the weight is dequantised at each call, so that 64 rows take "
-        "{:.0f} for {:.0f}: packing serves memory and single-stream decoding, not training or long prompts. Widths "
-        "that differ cost more, {:.0f} µs for one row",
+        "one row of x takes {:.0f} µs (bf16: {:.0f}) and 32 rows take {:.0f} ({:.0f}), with a kernel that unpacks the "
+        "codes as it multiplies. With more rows the weight is dequantised at each call, so 64 rows take {:.0f} "
+        "({:.0f}). Mixed widths cost more, {:.0f} µs for one row",
         _product,
     ),
     Said(

@@ -178,7 +178,8 @@ def test_report_in_all_its_forms():
     report = Report((*rows, Row("", "Model", "loss", "skipped", (), "no head")))
     text = str(report)
     assert (
-        "3 replaced, 0 could not be, 1 left as is, 0 have no rule" in text and "norm:       rms_norm in Norm ×3" in text
+        "3 replaced, 0 could not be replaced, 1 left as is, 0 have no rule" in text
+        and "norm:       rms_norm in Norm ×3" in text
     )
     assert "loss: the model (Model): no head" in text and "layers.*.norm ×3 (Norm)  norm: replaced by" in report.full()
     assert "a &lt;norm&gt;" in report._repr_html_()

@@ -194,7 +194,7 @@ def _takes(ir: KernelIR) -> str:
     scalars = ", ".join(f"`{s.name}` ({s.type})" for s in ir.scalars)
     needs = f" Needs {', '.join(sorted(ir.features))}." if ir.features else ""
     return (
-        f"{ir.threads} threads a workgroup, {ir.shared_bytes:,} bytes of shared memory: {tensors}; scalars "
+        f"{ir.threads} threads per workgroup, {ir.shared_bytes:,} bytes of shared memory: {tensors}; scalars "
         f"{scalars}.{needs}"
     )
 
@@ -205,9 +205,9 @@ def _index() -> str:
         "",
         NOTICE,
         "",
-        "Each is one Python text in `tilesmith.kernels`, printed for every target by `tilesmith.codegen`. The tests",
-        "run what is printed through Vulkan and WebGPU, and on CUDA where there is a GPU. Apple's compiler has not",
-        "seen the Metal text: a C++ compiler checks it against a stub of Metal's library.",
+        "Each kernel is one Python source in `tilesmith.kernels`, from which `tilesmith.codegen` prints the code for every",
+        "target. The tests run that code through Vulkan and WebGPU, and on CUDA where there is a GPU. The Metal code has",
+        "not been compiled by Apple's compiler: a C++ compiler checks it against a stub of Metal's library.",
         "",
         "How to write one: [Portable kernels](../guides/portable-kernels.md).",
         "",

@@ -9,7 +9,7 @@ import sys
 from tilesmith import __version__, _install
 from tilesmith.settings import settings
 
-_HELP = "Transformer kernels for PyTorch: see what is chosen and why, check it, measure it, apply it to a model."
+_HELP = "Transformer kernels for PyTorch: apply them to a model, check them, measure them, see which is chosen and why."
 
 
 def build():

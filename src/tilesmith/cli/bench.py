@@ -35,7 +35,7 @@ def command(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Ops; or all, model, host; context-parallel under torchrun; or a saved sweep, which --plot draws."
+            help="Ops, or all, model or host; context-parallel under torchrun; or a saved sweep to draw with --plot."
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
@@ -43,36 +43,40 @@ def command(
     against: Annotated[
         str,
         typer.Option(
-            help="Peers to measure, separated by commas; all by default. tilesmith:triton: our kernel of that backend."
+            help="Peers to measure, separated by commas; all by default. tilesmith:triton is our Triton kernel."
         ),
     ] = "",
     tag: Annotated[str | None, typer.Option(help="Cases to run: bench (default on a GPU) or test (on a CPU).")] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="Only this case; of a sweep, curves that say so. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Only this case; of a sweep, panels with this in their name. Repeatable."),
     ] = None,
     sweep: Annotated[
-        str | None, typer.Option(help="Along columns, tokens or vocabulary; columns=512,4096 at these values.")
+        str | None, typer.Option(help="Vary columns, tokens or vocabulary; columns=512,4096 takes these values.")
     ] = None,
     zoo: Annotated[
-        int | None, typer.Option(help="At shapes of published models, drawn by this seed: attention, rows, losses.")
+        int | None,
+        typer.Option(help="Random shapes of published models, drawn with this seed: attention, rows, losses."),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Of --zoo: how many calls.")] = 20,
-    decode: Annotated[bool, typer.Option("--decode", help="Of --zoo: calls of attention that decode.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Folder for plots of a sweep, SVG and PNG.")] = None,
-    shape: Annotated[str, typer.Option(help="Which model: 1.5b, 1.5b-long or tiny.")] = "1.5b",
+    count: Annotated[int, typer.Option(min=1, help="With --zoo: how many calls.")] = 20,
+    decode: Annotated[bool, typer.Option("--decode", help="With --zoo: attention calls of decoding.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Folder for the plots of a sweep, SVG and PNG.")] = None,
+    shape: Annotated[str, typer.Option(help="With model: its size, 1.5b, 1.5b-long or tiny.")] = "1.5b",
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 5,
     limit: Annotated[
-        float, typer.Option(min=1, help="Of model: seconds until a provider that has not run once is given up.")
+        float, typer.Option(min=1, help="With model: seconds after which a provider that has not run once is given up.")
     ] = 600,
-    forward: Annotated[bool, typer.Option("--forward", help="Of ops only the forward.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Write results as JSON; rows of other cases stay.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    forward: Annotated[bool, typer.Option("--forward", help="Measure only the forward of ops.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Write results as JSON; rows of other cases are kept.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of tables.")] = False,
-    readme: Annotated[Path | None, typer.Option(help="Only fill the tables of this file from the results.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="Measure nothing; fill the tables of this file from the results.")
+    ] = None,
 ) -> None:
-    """Measure beside PyTorch, torch.compile and other kernel libraries, in one process, interleaved.
+    """Compare speed with PyTorch, torch.compile and other kernel libraries, in interleaved rounds of one process.
 
-    A peer that is not installed, or cannot do a case, is listed with the reason.
+    A peer that is not installed, or does not support a case, is listed with the reason.
     """
     if readme is not None:
         _fill(readme, out)

@@ -17,18 +17,25 @@ TARGETS = ("cuda", "ptx", "metal", "wgsl", "spirv", "spvasm", "json")
 def command(
     kernel: Annotated[str, typer.Argument(help="A kernel, such as swiglu; any other name lists them all.")],
     target: Annotated[str, typer.Option("--target", "-t", help=f"One of {', '.join(TARGETS)}.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", help="A field: hidden_dim=4096. Repeatable.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Of flash_attention: ampere, hopper, rdna3, apple, ...")] = None,
-    arch: Annotated[str, typer.Option(help="What PTX is for.")] = "sm_80",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file; otherwise standard output.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Value of a configuration field, as in hidden_dim=4096. Repeatable."),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Preset of flash_attention: ampere, hopper, rdna3, apple, ...")
+    ] = None,
+    arch: Annotated[str, typer.Option(help="GPU to compile PTX for.")] = "sm_80",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write to this file instead of standard output.")
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: the text, and what a launcher needs to know.")
+        bool, typer.Option("--json", help="Print one JSON object: the code, and what a launcher needs to know.")
     ] = False,
 ) -> None:
-    """A pre-built kernel, compiled from its Python text to CUDA C++, PTX, Metal, WGSL, SPIR-V, its assembly or JSON.
+    """Compile a pre-built kernel from its Python source to CUDA C++, PTX, Metal, WGSL, SPIR-V, its assembly or JSON.
 
-    Says on standard error which tensors and scalars the kernel takes, or with --json on standard output. Of --target
-    json the text is the kernel's own IR.
+    The tensors and scalars that the kernel takes are printed to standard error, or with --json to standard output.
+    --target json prints the kernel's own IR.
     """
     from tilesmith.codegen import KernelError
 

@@ -53,24 +53,26 @@ TRAINING_SECONDS = 75  # fewer steps than planned where they would not fit
 
 def command(
     model: Annotated[Path | None, typer.Option(help="A local Hugging Face checkpoint instead of a new model.")] = None,
-    text: Annotated[Path | None, typer.Option(help="A text file to train on; by default CPython's own docs.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file to train on; by default Python's own documentation.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=5, help="Training steps.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps; a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and of the order of the text.")
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the weights and of the order of the text.")
     ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the loss curves.")] = Path("tilesmith-demo"),
     export: Annotated[
-        Path | None, typer.Option(help="Folder for the trained weights, as examples/webgpu wants them.")
+        Path | None, typer.Option(help="Folder for the trained weights, in the format that examples/webgpu reads.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end; what is told goes to standard error.")
+        bool, typer.Option("--json", help="Print one JSON object at the end; messages go to standard error.")
     ] = False,
 ) -> None:
-    """Optimise a Llama model and show, on real text, that it computes the same, how fast, and in how much memory.
+    """Optimise a Llama model, check it against the original on real text, and compare speed and memory.
 
-    Exits with 1 when the optimised model is not equal to the original within budget.
+    Exits with 1 if the optimised model differs from the original by more than the error budget.
     """
     if model is not None and export is not None:
         refuse("--export writes the model that the demo makes; leave out --model")
@@ -168,7 +170,7 @@ def _check(models: Mapping[str, nn.Module], subject: Subject) -> list[dict[str, 
         checks = equality.compare(models[ORIGINAL], models[OPTIMISED], ids)
     if absent:
         console.print(
-            f"No kernel reaches {ids.device.type} for {', '.join(absent)}: the model keeps its own code, except in "
+            f"No kernel runs on {ids.device.type} for {', '.join(absent)}: the model keeps its own code, except in "
             "this check, which runs the references.",
             style="dim",
             highlight=False,
@@ -294,7 +296,7 @@ def _kernels(model: nn.Module, subject: Subject, plan: Plan) -> list[dict[str, A
     for op, why in _unreached(model, device).items():
         if op not in {row[0] for row in rows}:
             because = (
-                f"no kernel reaches {device.type}, so the model keeps its own code" if why else "no call needed it"
+                f"no kernel runs on {device.type}, so the model keeps its own code" if why else "no call needed it"
             )
             rows.append((op, "0", "–", because, refused(why)))
     console.print(table(("op", "calls", "kernel", "because", "not"), rows, right="calls"))
@@ -346,8 +348,8 @@ def _write(model: nn.Module, subject: Subject, seed: int, trained: bool) -> dict
     console.rule("Writing with a KV cache", align="left")
     if not trained:
         console.print(
-            f"A model of {subject.size / 1e6:.1f} M parameters, trained so briefly, knows which pieces of words "
-            "follow one another; it does not write English. What counts here is that cache and no cache agree.",
+            f"A model of {subject.size / 1e6:.1f} M parameters, trained so briefly, does not write English. What "
+            "counts here is that generation with and without the cache agrees.",
             style="dim",
             highlight=False,
         )

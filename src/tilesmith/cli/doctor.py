@@ -16,12 +16,13 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     device: Annotated[str | None, typer.Option(help="Choose kernels for this device only.")] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Each op, its kernel and why not the others.")
+        bool,
+        typer.Option("--verbose", "-v", help="List each op, its kernel, and why the other kernels do not serve it."),
     ] = False,
 ) -> None:
-    """What is fast on this machine, what is not and why, and what would change it.
+    """Show which ops run fast kernels on this machine, which do not and why, and what would change that.
 
-    Exits with 1 when an op would run its reference on an accelerator, or is pinned to a kernel that cannot serve it.
+    Exits with 1 if an op would run its reference on an accelerator, or is pinned to a kernel that cannot serve it.
     """
     found = examine(device)
     if as_json:
@@ -99,13 +100,13 @@ def _advice(device, driver: str | None) -> list[str]:
 
     if device.type == "cpu" and driver and torch.version.cuda is None:
         return [
-            f"torch is a build for CPUs, and there is an NVIDIA driver {driver}: pip install --force-reinstall torch"
+            f"torch is a CPU build, but this machine has NVIDIA driver {driver}: pip install --force-reinstall torch"
         ]
     if device.type == "cpu":
         first = f"{_install.command('interpreter')}, then " if triton_missing() else ""
         return [
             "kernels need a GPU: NVIDIA, AMD or Intel through Triton, Apple through Metal",
-            f"what a GPU would choose: {first}tilesmith explain rms_norm --arch sm90",
+            f"to see what a GPU would choose: {first}tilesmith explain rms_norm --arch sm90",
         ]
     if device.type in ("cuda", "xpu") and triton_missing():
         return ["pip install triton"]
@@ -141,12 +142,12 @@ def _summarise(found: dict) -> None:
     )
     if slow:
         names = ", ".join(slow) if len(slow) < len(forward) / 2 else f"{len(slow)} ops"
-        console.print(f"Plain PyTorch, their reference, serves {names}. Why:", highlight=False)
+        console.print(f"Plain PyTorch, the reference, serves {names}. Why:", highlight=False)
         for reason, count in _reasons_of([c for c in forward if c["kernel"] == "reference"]).most_common(4):
             print_lines(f"  {reason}{f' ({count} ops)' if count > 1 else ''}")
     for line in found["advice"]:
         print_lines(f"→ {line}")
-    print_lines("Each op and its kernel: tilesmith doctor --verbose; one call: tilesmith explain OP", style="dim")
+    print_lines("For every op: tilesmith doctor --verbose; for one call: tilesmith explain OP", style="dim")
 
 
 def _reasons_of(choices: list[dict]) -> Counter[str]:

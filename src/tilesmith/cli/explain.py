@@ -21,22 +21,27 @@ if TYPE_CHECKING:
 def command(
     op: Annotated[str, typer.Argument(help="An op, such as rms_norm.")],
     shape: Annotated[
-        list[str] | None, typer.Option(help="x=4096x8192: an argument's size. Give each that changes.")
+        list[str] | None,
+        typer.Option(help="Shape of an argument, as in x=4096x8192. Repeat for each argument that changes."),
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Another argument: causal=true. Repeatable.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Value of another argument, as in causal=true. Repeatable.")
+    ] = None,
     case: Annotated[
-        str | None, typer.Option(help="Which of the op's examples to start from, as in tests and benchmarks.")
+        str | None, typer.Option(help="Start from this example of the op, one used by tests and benchmarks.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
-    arch: Annotated[str | None, typer.Option(help="sm80, sm90, gfx942, ...: a GPU that need not be here.")] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="sm80, sm90, gfx942, ...: answer for a GPU that is not in this machine.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Which kernels serve a call of an op and its backward, and why not the others.
+    """Show which kernels serve a call of an op and its backward, and why the others do not.
 
-    Without --shape and --case the call is a case of the benchmark, which a line names. Sizes that are given replace
-    those of the op's first, small example. Tensors are not filled: only their metadata matters. With --arch, or
-    --device cuda where there is none, it is what the facts about that GPU and the kernels' own rules say.
+    Without --shape and --case, the call has the sizes of a benchmark case, whose name is printed. With --shape, the
+    other sizes are those of the op's first, small example. Nothing is computed: only the tensors' metadata matters.
+    With --arch, or with --device cuda on a machine without one, the answer follows from the known facts about that GPU.
     """
     import torch
 
@@ -65,7 +70,7 @@ def command(
         )
         return
     if there is not None:
-        print_lines(f"As on {on}, from its facts; nothing was run.", style="dim")
+        print_lines(f"For {on}, from the known facts about that GPU; nothing was run.", style="dim")
     if start is not None and case is None:
         print_lines(_told(start, args), style="dim")
     print_lines(", ".join(f"{name} {_show(value)}" for name, value in built.items()), style="dim")
@@ -102,9 +107,7 @@ def _arch(name: str | None, device: str | None) -> Arch | None:
 
     kind = (device or "").partition(":")[0]
     if name is not None and device is not None:
-        refuse(
-            f"--arch {name} is about a GPU that need not be here, --device {device} about one that is; give one of them"
-        )
+        refuse(f"--arch {name} names a GPU that need not be here, --device {device} one that is here; give one of them")
     if name is None and kind == "cuda" and not detect_available_devices()["cuda"]:
         name = "sm90"
     if name is None:
@@ -156,7 +159,7 @@ def _told(case: Case, args: dict) -> str:
     sizes = [
         f"--shape {name}={'x'.join(map(str, x.shape))}" for name, x in args.items() if isinstance(x, T) and x.shape
     ]
-    return f"Sizes of the {kind} case {case.name}; give those of your call, as {' '.join(sizes)}."
+    return f"The sizes are those of the {kind} case {case.name}; for your own call, give {' '.join(sizes)}."
 
 
 def arguments(op: str, start: Case | None, shapes: dict, values: dict) -> dict:

@@ -20,24 +20,29 @@ if TYPE_CHECKING:
 
 def command(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Of `tilesmith train --out`, or a Hugging Face checkpoint.")
+        Path,
+        typer.Argument(metavar="DIR", help="Folder written by `tilesmith train --out`, or a Hugging Face checkpoint."),
     ],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue; - reads standard input.")],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="At most so many.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest; 0: from all.")] = 40,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that together have this probability.")] = 1.0,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; - reads standard input.")],
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")
+    ] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the likeliest tokens; 0 means all.")] = 40,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
+    ] = 1.0,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Of the draws; another one each time by default.")
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Seed for sampling; a new one each time by default.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps; a GPU if there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as saved by default.")] = None,
-    optimize: Annotated[bool, typer.Option(help="Let the library's kernels serve the model.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, no text before.")] = False,
+    optimize: Annotated[bool, typer.Option(help="Run the model on the library's kernels.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
-    """Print the prompt and what follows it, token by token, with a key/value cache.
+    """Continue a prompt token by token, with a KV cache.
 
-    The text, or with --json the object, goes to standard output, the rest to standard error.
+    Standard output gets the text, or with --json the object; everything else goes to standard error.
     """
     if not 0.0 < top_p <= 1.0:
         refuse(f"--top-p is {top_p}; it must be above 0 and at most 1")

@@ -35,18 +35,18 @@ class Step(NamedTuple):
 
 def command(
     model: Annotated[Path, typer.Argument(help="A checkpoint folder, or a config.json of Hugging Face transformers.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report; builds no weights.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the report; build no weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows and figures as JSON.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Report every module, not the summary.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Report every module instead of a summary.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, xpu, mps.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of the measured batch.")] = 1,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Rows in the measured batch.")] = 1,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens in a row.")] = 512,
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 7,
 ) -> None:
-    """Report what `tilesmith.optimize` does to a model; without --dry-run also time a training step before and after.
+    """Report what `tilesmith.optimize` does to a model; without --dry-run, also time a training step before and after.
 
-    The two take turns, round by round. Exits with 1 when nothing would be replaced.
+    The two models run in interleaved rounds. Exits with 1 if nothing would be replaced.
     """
     if not model.exists():
         refuse(f"{model} does not exist; give a checkpoint folder or a config.json (nothing is downloaded)")

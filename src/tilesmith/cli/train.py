@@ -48,37 +48,51 @@ def command(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoints, new or empty.")],
     texts: Annotated[
-        list[Path] | None, typer.Argument(metavar="TEXT...", help="UTF-8 files, one continued by the next.")
+        list[Path] | None, typer.Argument(metavar="TEXT...", help="UTF-8 files, read in this order as one text.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in --out.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps; a GPU if there is one.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = 500,
-    stop_at: Annotated[int | None, typer.Option(min=1, help="Save and leave after this step.")] = None,
+    stop_at: Annotated[int | None, typer.Option(min=1, help="Save and exit after this step.")] = None,
     eval_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 50,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows of a micro-batch; 16 on a GPU, else 8.")] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens of a window; 1024 on a GPU, else 128.")] = None,
-    validation: Annotated[float, typer.Option(help="Share of the text, at its end, to validate on.")] = 0.1,
-    eval_windows: Annotated[int, typer.Option(min=1, help="At most so many windows in a validation.")] = 128,
+    batch: Annotated[int | None, typer.Option(min=1, help="Windows in a micro-batch; 16 on a GPU, else 8.")] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches in a step.")] = 1,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens in a window; 1024 on a GPU, else 128.")] = None,
+    validation: Annotated[float, typer.Option(help="Share of the text, taken from its end, for validation.")] = 0.1,
+    eval_windows: Annotated[int, typer.Option(min=1, help="Most windows in one validation.")] = 128,
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and the order of the windows.")
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the weights and of the order of the windows.")
     ] = 0,
     rate: Annotated[float | None, typer.Option(help="Highest learning rate.", rich_help_panel=SCHEDULE)] = None,
     warmup: Annotated[
-        int | None, typer.Option(min=0, help="Steps up to it; a tenth of them.", rich_help_panel=SCHEDULE)
+        int | None,
+        typer.Option(min=0, help="Steps to reach it; a tenth of the run by default.", rich_help_panel=SCHEDULE),
     ] = None,
-    floor: Annotated[float, typer.Option(help="Share of it at the end.", rich_help_panel=SCHEDULE)] = 0.1,
-    decay: Annotated[float, typer.Option(help="Weight decay of matrices.", rich_help_panel=SCHEDULE)] = 0.1,
-    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: any.", rich_help_panel=SCHEDULE)] = 1.0,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
-    autocast: Annotated[str | None, typer.Option(help="Of the products: bfloat16 (default on a GPU) or none.")] = None,
-    optimize: Annotated[bool, typer.Option(help="Let the library's kernels serve the model.")] = True,
+    floor: Annotated[
+        float, typer.Option(help="Learning rate at the end, as a share of the highest.", rich_help_panel=SCHEDULE)
+    ] = 0.1,
+    decay: Annotated[
+        float, typer.Option(help="Weight decay, applied to matrices only.", rich_help_panel=SCHEDULE)
+    ] = 0.1,
+    clip: Annotated[
+        float, typer.Option(help="Largest gradient norm; 0 turns clipping off.", rich_help_panel=SCHEDULE)
+    ] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32 or bfloat16.")] = "float32",
+    autocast: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of the matrix products: bfloat16 (default on a GPU), or none for that of the weights."
+        ),
+    ] = None,
+    optimize: Annotated[bool, typer.Option(help="Run the model on the library's kernels.")] = True,
     model: Annotated[
         Path | None, typer.Option(help="Hugging Face checkpoint or config.json.", rich_help_panel=MODEL)
     ] = None,
-    vocab: Annotated[int | None, typer.Option(min=256, help="Byte pairs to learn.", rich_help_panel=MODEL)] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=256, help="Size of the vocabulary of byte pairs.", rich_help_panel=MODEL)
+    ] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.", rich_help_panel=MODEL)] = None,
     inter: Annotated[int | None, typer.Option(min=1, help="Features inside the MLP.", rich_help_panel=MODEL)] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers.", rich_help_panel=MODEL)] = None,
@@ -87,16 +101,18 @@ def command(
     experts: Annotated[
         int | None, typer.Option(min=0, help="Experts, each --inter wide, in place of an MLP.", rich_help_panel=MODEL)
     ] = None,
-    chosen: Annotated[int | None, typer.Option(min=1, help="Experts of a token.", rich_help_panel=MODEL)] = None,
+    chosen: Annotated[
+        int | None, typer.Option(min=1, help="Experts chosen for each token.", rich_help_panel=MODEL)
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end; what is told goes to standard error.")
+        bool, typer.Option("--json", help="Print one JSON object at the end; messages go to standard error.")
     ] = False,
 ) -> None:
-    """Train on text files, the beginning to learn from and the end to validate on.
+    """Train a language model on text files; the end of the text is kept for validation.
 
-    AdamW; the learning rate rises linearly and falls along a cosine. Checkpoints hold everything that a run is made of:
-    on a CPU a resumed run is the uninterrupted one, bit for bit. `tilesmith generate` takes the folder. Ctrl-C saves
-    and leaves.
+    The optimizer is AdamW; the learning rate rises linearly and falls along a cosine. Checkpoints hold the whole state:
+    on a CPU a resumed run equals an uninterrupted one bit for bit. `tilesmith generate` reads the folder. Ctrl-C saves
+    and exits.
     """
     options = {name: value for name, value in locals().items() if name in context.params}  # Typer's own are unconverted
     needs("safetensors", "cli", "writing checkpoints")

@@ -31,15 +31,17 @@ def command(
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only this case. Repeatable.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Interleaved rounds of each comparison.")] = 3,
-    save: Annotated[bool, typer.Option("--save", help="Keep what is faster, for this machine.")] = False,
-    ship: Annotated[bool, typer.Option("--ship", help="Keep it in the package instead, for every such GPU.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep faster configurations for this machine.")] = False,
+    ship: Annotated[
+        bool, typer.Option("--ship", help="Write them into the package instead, for every GPU of this kind.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of tables.")] = False,
 ) -> None:
-    """Search the configurations of the kernels that serve the cases tagged "tune".
+    """Search for the fastest configuration of each kernel that serves the cases tagged "tune".
 
-    Before anything is kept the op's kernels must pass `tilesmith verify` here, and each winner its own case. Rows are
-    kept of a kernel that some configuration makes faster than the default by more than 3 %: of all its sizes, since one
-    without a row takes the nearest. Exits with 1 when a check fails.
+    Before anything is kept, the op's kernels must pass `tilesmith verify` here, and each winner its own case. If some
+    configuration of a kernel is more than 3 % faster than the default, rows for all its sizes are kept, since a size
+    without a row takes the nearest one. Exits with 1 if a check fails.
     """
     from tilesmith.bench.selection import check_named
     from tilesmith.bench.subjects import cases_of, check_cases

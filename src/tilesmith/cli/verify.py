@@ -13,14 +13,15 @@ def command(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to check; all of them by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, xpu, mps.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array instead of a table.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Show every case, also those within budget.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every case, not only those over budget.")] = False,
     drawn: Annotated[
-        int, typer.Option("--random", min=0, help="So many cases of random sizes, for ops that have kinds of them.")
+        int,
+        typer.Option("--random", min=0, help="Also check this many cases of random sizes, for ops that can draw them."),
     ] = 0,
 ) -> None:
-    """Check kernels here: values and gradients against fp64, within budgets derived from PyTorch's own error.
+    """Check kernels on this machine: values and gradients against fp64, within budgets from PyTorch's own error.
 
-    Exits with 1 when a case is over its budget.
+    Exits with 1 if a case exceeds its budget.
     """
     from tilesmith.validate import run_cases
     from tilesmith.validate.sampled import run_sampled

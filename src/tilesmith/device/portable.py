@@ -39,7 +39,7 @@ def _missing(device: torch.device, pinned: bool) -> str | None:
 def _lacks(arch: Arch) -> str | None:
     if arch.kind == "mps":
         return None
-    return f"{arch.name}; where Triton reaches a GPU portable kernels serve it only when pinned"
+    return f"{arch.name}; on GPUs that Triton supports, portable kernels serve only when pinned"
 
 
 declare_backend(NAME, _missing, lacks=_lacks)

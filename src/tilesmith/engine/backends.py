@@ -88,7 +88,7 @@ def missing(backend: str, device: torch.device | Arch, pinned: bool = False) -> 
 def triton_missing() -> str | None:
     """Why Triton cannot be used in this process, or None. Does not import it."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton, or a torch build that brings it)"
+        return "Triton is not installed (pip install triton, or a torch build that includes it)"
     return None
 
 
@@ -101,7 +101,7 @@ def _needs_triton(device: torch.device, pinned: bool) -> str | None:
     if device.type == "cpu" and interpreting():
         return triton_missing() if pinned else "Triton's CPU interpreter is for debugging; it serves only pinned calls"
     if device.type not in ("cuda", "xpu"):
-        return f"the tensors are on {device.type}; Triton kernels need a GPU that Triton reaches"
+        return f"the tensors are on {device.type}; Triton kernels need a GPU that Triton supports"
     return triton_missing()
 
 
@@ -116,7 +116,7 @@ def _needs_hopper(device: torch.device, pinned: bool) -> str | None:
 
 def _triton_lacks(arch: Arch) -> str | None:
     if arch.kind not in ("cuda", "hip", "xpu"):
-        return f"{arch.name}; Triton kernels need a GPU that Triton reaches"
+        return f"{arch.name}; Triton kernels need a GPU that Triton supports"
     return triton_missing()  # its registrations say what it would do
 
 

@@ -47,7 +47,7 @@ class Choice:
         lines += [f"  {output}: off by up to {e:g} beyond rounding" for output, e in self.kernel.errors.items()]
         lines += [f"  not {backend}: {'; '.join(reasons)}" for backend, reasons in self.rejected]
         if self.lower:
-            lines.append("  could too: " + ", ".join(f"{k.backend} (rank {k.rank})" for k in self.lower))
+            lines.append("  also possible: " + ", ".join(f"{k.backend} (rank {k.rank})" for k in self.lower))
         return "\n".join(lines + [f"  {line}" for line in self.note.split("; ") if line])
 
 
@@ -196,8 +196,8 @@ def _because(kernel: Kernel, rejected: list[tuple[str, tuple[str, ...]]], device
     unasked = not isinstance(device, torch.device) and triton_missing()
     if unasked and any(unasked in reasons for _, reasons in rejected):
         return (
-            f"not what {device.name} would choose: that cannot be told without Triton, in whose code the kernels say "
-            f"what they take; {_install.command('interpreter')}"
+            f"not what {device.name} would choose: without Triton its kernels cannot be asked; "
+            f"{_install.command('interpreter')}"
         )
     return f"rank {kernel.rank}, the highest that accepts"
 

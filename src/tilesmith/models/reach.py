@@ -134,10 +134,10 @@ def effects(ops: Iterable[str], kind: str) -> tuple[str, ...]:
     if modules:
         told.append(f"On {kind} no kernel serves {', '.join(modules)}: these modules compute as before, no faster.")
     if "attention" in own:
-        told.append(f"On {kind} no kernel serves attention: PyTorch's own serves it.")
+        told.append(f"On {kind} no kernel serves attention: PyTorch's own attention runs.")
     ours = [f"{op} ({', '.join(served[op]) or 'reference'})" for op in ops if op not in own]
     if ours:
-        told.append(f"On {kind} these run: {'; '.join(ours)}.")
+        told.append(f"These run on {kind}: {'; '.join(ours)}.")
     return tuple(told)
 
 

@@ -107,7 +107,7 @@ class Report:
         rest = Counter(row.cls for row in self.skipped if not row.wanted and not row.rule)
         left = [row for row in self.skipped if row.rule and not row.wanted]
         told = [row for row in left if not row.quiet]
-        counts = [f"{len(self.replaced)} replaced", f"{len(self.wanted)} could not be"]
+        counts = [f"{len(self.replaced)} replaced", f"{len(self.wanted)} could not be replaced"]
         counts += [f"{len(told)} left as is"] if told else []
         lines = [", ".join([*counts, f"{sum(rest.values())} have no rule"])]
         lines += self._gained()
@@ -120,7 +120,7 @@ class Report:
         lines += self._section("Could not be replaced", self.wanted)
         lines += self._section("Left as they are", told)
         if len(left) > len(told):
-            lines.append(f"Nothing is lost by leaving {len(left) - len(told)} more; report.full() has them")
+            lines.append(f"{len(left) - len(told)} more need no replacement; report.full() lists them")
         if rest:
             kinds = ", ".join(f"{cls} ×{n}" if n > 1 else cls for cls, n in rest.most_common())
             lines += _wrapped(f"No rule for: {kinds}", "", "  ")

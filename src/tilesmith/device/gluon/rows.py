@@ -290,8 +290,8 @@ def width_refused(cols: int, more_than: int) -> list[str]:
     if more_than < cols <= WIDEST and cols % LINE == 0:
         return []
     return [
-        f"rows have {cols} columns; more than {more_than}, where Triton's kernels are slower, up to {WIDEST} "
-        f"and multiples of {LINE} are served"
+        f"rows have {cols} columns; multiples of {LINE} above {more_than}, where Triton's kernels are slower, and up "
+        f"to {WIDEST} are served"
     ]
 
 

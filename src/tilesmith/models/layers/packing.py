@@ -138,8 +138,8 @@ def could_be_packed(model: nn.Module, kind: str | None = None) -> tuple[str, ...
             found.add(cls)
     kinds = ", ".join(sorted(cls.__name__ for cls in found))
     return () if not found else (
-        f"{kinds}: layers that read one tensor (q, k and v; gate and up) are not merged into one product, which needs "
-        "their weights in one storage; create_unified_attention_fusion packs them at OptimizationLevel.AGGRESSIVE.",
+        f"{kinds}: layers with the same input (q, k and v; gate and up) are not merged into one product, which would "
+        "move their weights into one storage; create_unified_attention_fusion does so at OptimizationLevel.AGGRESSIVE.",
     )  # fmt: skip
 
 
