@@ -40,10 +40,10 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 @gluon.jit
 def _power(top, power):
-    """The factor of values relative to `top` before exp2: `power`, unless its product with the top overflows, as it
-    does for bf16's lowest number, with which masks are filled. Beside such a top any other number is negligible,
-    whatever the factor."""
-    return gl.where(gl.abs(top * power) > 2e38, 1e-30, power)
+    """The factor of values relative to `top` before exp2: `power`, or less where its product with the top would be
+    rounded by more than exp2 can hold, or overflow. Another number of 16 bits is at least 2**-11 of the top away, so
+    products of 2**20 tell them apart: its weight is 0, whatever the factor."""
+    return gl.minimum(2.0**20 / gl.abs(top), power)
 
 
 @gluon.jit

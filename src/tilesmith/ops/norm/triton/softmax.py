@@ -87,9 +87,9 @@ def _weights(x, top, scale, FUSED: tl.constexpr):
     """exp(scale · x - top). FUSED: by one fma, which is off by a factor near 1 that all of a row shares, so that the
     result must be divided by a sum computed in the same way."""
     if FUSED:
-        # In a row that a mask filled with bf16's lowest number the product would overflow. Beside such a top any other
-        # number of 16 bits is nothing to 2**1e6, whatever the base.
-        log2_base = tl.where(tl.abs(top) > 2e38, 1e-30, LOG2E)
+        # The products of a vast top are rounded by more than exp2 can hold, or overflow. Another number of 16 bits is
+        # at least 2**-11 of the top away, so products of 2**20 tell them apart: its weight is 0, whatever the base.
+        log2_base = tl.minimum(2.0**20 / tl.abs(top), LOG2E)
         return tl.exp2(x * (scale * log2_base) - top * log2_base)
     else:
         return tl.exp2((x * scale - top) * LOG2E)
