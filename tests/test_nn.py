@@ -222,6 +222,18 @@ def test_state_dict_round_trip(name, tmp_path):
     assert not any("rotary" in key for key in decoder.state_dict())
 
 
+@pytest.mark.parametrize("way", ["to_empty", "double", "share_memory"])
+def test_tables_of_angles_survive_being_moved(way):
+    rotary = nn.RotaryEmbedding(8, 32)
+    before = rotary.cos.clone(), rotary.sin.clone()
+    {
+        "to_empty": lambda: rotary.to_empty(device="cpu"),  # new memory, on the same device and of the same dtype
+        "double": rotary.double,
+        "share_memory": rotary.share_memory,
+    }[way]()
+    assert torch.equal(rotary.cos, before[0]) and torch.equal(rotary.sin, before[1])
+
+
 def test_a_tied_decoder_has_one_matrix_for_both_ends():
     decoder = _decoder(CONFIGS["tied"])
     assert decoder.output_weight is decoder.embed_tokens.weight

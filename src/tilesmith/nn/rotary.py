@@ -91,9 +91,9 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         # .to(bfloat16) would round the tables, to_empty() leave them unset: what moved them only decides the device.
-        before = self.cos.device
+        before = self.cos
         super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32 or self.cos.device != before:
+        if self.cos is not before:
             self.reset_tables()
         return self
 

@@ -58,6 +58,13 @@ def _lowest(dtype: torch.dtype) -> Callable[..., Tensor]:
     return init
 
 
+def _vast(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers whose products fp32 rounds by more than 2⁷; every other row one number alone, as some masks leave it."""
+    x = 1e12 * torch.randn(*shape, generator=generator, device=device)
+    x[1::2] = -1e10 * torch.arange(1, len(x), 2, device=device)[:, None]
+    return x
+
+
 def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([2**40 + 7, -5], device=device)
 
@@ -93,6 +100,16 @@ def _cases(**options: object) -> list[Case]:
             Case(f"lowest_{name}_{kind}", args(*shape, dtype=dtype, init=_lowest(dtype), grad=False), SMALL, FP32)
             for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
             for kind, shape in (("tile", (3, 64)), ("swept", (2, 17_000)))
+        ),
+        *(
+            Case(f"vast_{name}", args(*shape, dtype=torch.bfloat16, init=_vast) | {"scale": 0.7} | how, tags, FP32)
+            for name, tags, shape, how in (
+                ("tile", SMALL, (12, 64), {}),
+                ("swept", SMALL, (5, 17_000), {}),
+                ("causal", SMALL, (80, 80), {"causal": True}),
+                ("parts", GPU, (12, 8192), {}),
+                ("causal_parts", GPU, (12, 4096), {"causal": True}),
+            )
         ),
         Case("scale", args(6, 40) | {"scale": 0.125}, SMALL),
         Case("negative_scale", args(6, 40) | {"scale": -2.5}, SMALL),

@@ -39,11 +39,12 @@ LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 
 @gluon.jit
-def _power(top, power):
-    """The factor of values relative to `top` before exp2: `power`, unless its product with the top overflows, as it
-    does for bf16's lowest number, with which masks are filled. Beside such a top any other number is negligible,
-    whatever the factor."""
-    return gl.where(gl.abs(top * power) > 2e38, 1e-30, power)
+def power_beside(top, power):
+    """The factor of values relative to `top` before exp2: `power`, unless its product with the top would be rounded by
+    more than exp2 can hold, or overflow; then one by which that is 2**20 to 2**21. Another number of 16 bits is at
+    least 2**-11 of the top away: its weight is 0, whatever the factor."""
+    exponent = top.to(gl.int32, bitcast=True) & 0x7F800000  # in its place, so that nothing is divided
+    return gl.minimum((0x7F000000 - gl.maximum(exponent - (20 << 23), 0)).to(gl.float32, bitcast=True), power)
 
 
 @gluon.jit
@@ -57,7 +58,7 @@ def _base(top, power):
 @gluon.jit
 def slope_and_base(top, power):
     """(slope, base), of which slope · z - base is the exponent of `relative_weight`."""
-    power = _power(top, power)
+    power = power_beside(top, power)
     return power, _base(top, power)
 
 
@@ -66,7 +67,7 @@ def relative_weight(z, top, power, FUSED: gl.constexpr):
     """2 ** (power · z), relative to a top. FUSED: by one fma, which is off by a factor near 1; `between_tops` has the
     same factor, so that all of a row share it."""
     if FUSED:
-        power = _power(top, power)
+        power = power_beside(top, power)
         return gl.exp2(z * power - _base(top, power))
     else:
         return gl.exp2((z - top) * power)
@@ -76,7 +77,7 @@ def relative_weight(z, top, power, FUSED: gl.constexpr):
 def between_tops(top, higher, power, FUSED: gl.constexpr):
     """The factor by which exponentials relative to one top are rescaled to a higher top."""
     if FUSED:
-        power = _power(higher, power)
+        power = power_beside(higher, power)
         return gl.exp2(_base(top, power) - _base(higher, power))
     else:
         return gl.exp2((top - higher) * power)

@@ -64,6 +64,7 @@ from tilesmith.ops.norm.hopper.softmax import (
     LOG2E,
     LOWEST,
     between_tops,
+    power_beside,
     relative_weight,
     row_dims,
     rows_refused,
@@ -281,7 +282,7 @@ def softmax_dropout_fwd_whole_parts_kernel(
 def exponentials(x, top, scale, FUSED: gl.constexpr):
     """exp(scale · x - top). FUSED: by one fma, as `_weights` in triton/softmax.py explains."""
     if FUSED:
-        base = gl.where(gl.abs(top) > 2e38, 1e-30, LOG2E)
+        base = power_beside(top, LOG2E)
         weights = gl.exp2(x * (scale * base) - top * base)
     else:
         weights = gl.exp2((x * scale - top) * LOG2E)

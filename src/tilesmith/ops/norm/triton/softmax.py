@@ -83,13 +83,20 @@ def _hide(ptr, lane, cols, end, EVEN: tl.constexpr, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
+def _log2_base(top):
+    """The base of `_weights`, as its log2: e, unless the products of a vast top would be rounded by more than exp2 can
+    hold, or overflow; then they are 2**20 to 2**21. Another number of 16 bits is at least 2**-11 of the top away: its
+    weight is 0, whatever the base."""
+    exponent = top.to(tl.int32, bitcast=True) & 0x7F800000  # in its place, so that nothing is divided
+    return tl.minimum((0x7F000000 - tl.maximum(exponent - (20 << 23), 0)).to(tl.float32, bitcast=True), LOG2E)
+
+
+@triton.jit
 def _weights(x, top, scale, FUSED: tl.constexpr):
     """exp(scale · x - top). FUSED: by one fma, which is off by a factor near 1 that all of a row shares, so that the
     result must be divided by a sum computed in the same way."""
     if FUSED:
-        # In a row that a mask filled with bf16's lowest number the product would overflow. Beside such a top any other
-        # number of 16 bits is nothing to 2**1e6, whatever the base.
-        log2_base = tl.where(tl.abs(top) > 2e38, 1e-30, LOG2E)
+        log2_base = _log2_base(top)
         return tl.exp2(x * (scale * log2_base) - top * log2_base)
     else:
         return tl.exp2((x * scale - top) * LOG2E)
