@@ -233,10 +233,10 @@ class FP8TrainingEngine:
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         flags = []
         for group in by_kind.values():  # GradScaler's own function takes no bf16 on a GPU
-            largest = torch.stack(torch._foreach_norm(group, float("inf")))
-            flags.append((~largest.isfinite()).any().float())
             if self._scaled_by != 1.0:
                 torch._foreach_mul_(group, 1.0 / self._scaled_by)
+            largest = torch.stack(torch._foreach_norm(group, float("inf")))  # a factor below 1 may overflow fp16
+            flags.append((~largest.isfinite()).any().float())
         if dist.is_available() and dist.is_initialized():
             device = flags[0].device if flags else _device_of(self.model)
             total = torch.stack([flag.to(device) for flag in flags]).amax() if flags else torch.zeros((), device=device)
