@@ -42,6 +42,10 @@ class Scaling(nn.Module):
         """The bound, where a step may go by it."""
         return self.bound if delayed and self.warm else None
 
+    def noted(self, training: bool) -> Tensor | None:
+        """Where the largest value of a call is noted; None outside training, which scales of the next steps are for."""
+        return self.amax if training else None
+
     def _apply(self, fn, recurse: bool = True) -> Scaling:
         """`fn` says where the buffers go, not what they hold: a model that goes to bf16 does not take its scales along,
         and `to_empty` must not leave them unset, since no checkpoint fills them."""
@@ -64,7 +68,8 @@ def roll(*roots: nn.Module) -> None:
     A value that was too large raises the bound at once, since it is in the history. Once it has passed, it is left out
     if it is `FAR` from the others, so that one spike does not make the casts of a whole history underflow. What is not
     finite says nothing of the next step and is not taken in. A tensor that was not cast, or of which only zeros were
-    seen, keeps its bound. All scales in a few launches; the device is asked only while a scale is not known yet.
+    seen, keeps its bound. Where no tensor at all was cast, nothing changes: the second of two optimizers steps without
+    a forward since the first. All scales in a few launches; the device is asked only while a scale is not known yet.
     """
     by_device: dict[tuple, list[Scaling]] = {}
     for scaling in _modules_of(roots, Scaling):
@@ -83,7 +88,8 @@ def _roll(scalings: list[Scaling]) -> None:
     reach = limit * torch.exp2(torch.ceil(torch.log2(bound / limit)))
     finite = amax.isfinite()
     over = ((amax > reach) & (bound > 0) & (delayed > 0)) | ~finite
-    history = torch.where(finite[:, None], torch.cat((amax[:, None], history[:, :-1]), 1), history)
+    taken = finite & (amax != 0).any()
+    history = torch.where(taken[:, None], torch.cat((amax[:, None], history[:, :-1]), 1), history)
     spikes = history > (far * torch.maximum(history[:, 0], _median(history)))[:, None]
     history = torch.where(spikes, 0.0, history)
     greatest = history.amax(1)
