@@ -1,13 +1,15 @@
 """FP8 scales of earlier steps: what raises a bound, what is forgotten, what is counted."""
 
+import copy
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from op_runs import DEVICE
-from tilesmith.precision import FP8Config, FP8TrainingEngine
+from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8, revert_model_from_fp8
 from tilesmith.precision.scaling import Scaling, roll
 
 
@@ -152,3 +154,40 @@ def test_an_evaluation_between_two_steps_leaves_training_as_it_was(recipe, value
     (plain, weights), (told, after) = trained(False), trained(True)
     assert told == plain
     assert all(torch.equal(weights[name], after[name]) for name in weights)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo broadcasts on a CPU")
+@pytest.mark.parametrize("made", ["converted", "compiled", "copied", "engine"])
+def test_ranks_keep_their_own_scales(one_rank, made):
+    """DDP broadcasts rank 0's buffers in each forward; a bound of 0 would come to ranks that know a better one."""
+    config = FP8Config(min_features=16, min_tokens=1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    if made == "engine":
+        model = nn.Sequential(convert_model_to_fp8(model, config))
+        FP8TrainingEngine(model).setup_fp8_training()
+    else:
+        convert_model_to_fp8(model, config)
+        model = {"compiled": torch.compile, "copied": copy.deepcopy}.get(made, lambda same: same)(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    scales = {id(buffer) for m in model.modules() if isinstance(m, Scaling) for buffer in m.buffers()}
+    synced = {id(buffer) for buffer in wrapped.modules_buffers}
+    assert len(scales) == 10 and not scales & synced
+    assert len(synced) == 3  # those of BatchNorm
+
+
+def test_a_reverted_model_has_no_more_to_say_to_ddp():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).to(DEVICE)
+    model._ddp_params_and_buffers_to_ignore = ["1.running_mean"]
+    convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=1))
+    assert "0.input_scaling.bound" in model._ddp_params_and_buffers_to_ignore
+    revert_model_from_fp8(model)
+    assert model._ddp_params_and_buffers_to_ignore == ["1.running_mean"]
+    plain = convert_model_to_fp8(nn.Sequential(nn.Linear(64, 64)).to(DEVICE), FP8Config(min_features=16))
+    assert not hasattr(revert_model_from_fp8(plain), "_ddp_params_and_buffers_to_ignore")

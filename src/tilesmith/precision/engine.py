@@ -16,7 +16,7 @@ from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
 from tilesmith.precision.linear import FP8LinearLayer
-from tilesmith.precision.scaling import Scaling, follow, roll
+from tilesmith.precision.scaling import Scaling, follow, keep_from_broadcasts, roll
 
 LEAST = 2.0**-16  # of the loss's first factor: batches that are not finite whatever it is must not bring it to 0
 
@@ -92,6 +92,7 @@ class FP8TrainingEngine:
             if self._asked:
                 _check_recipe(self.model, self.config)
             follow(self.model)
+            keep_from_broadcasts(self.model)
         else:
             convert_model_to_fp8(self.model, self.config)
         self._ready = True

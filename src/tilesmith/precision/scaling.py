@@ -17,6 +17,9 @@ from tilesmith.precision.weight_casts import CastsWeights
 # by a bound so far above it, a tensor would lose its smaller numbers. E5M2 has as much more range.
 FAR = {"e4m3": 2.0**8, "e5m2": 2.0**16}
 
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DDP reads off the module that it is given
+_COMPILED = "_orig_mod."  # before the names in what torch.compile returns
+
 _Kind = TypeVar("_Kind", bound=nn.Module)
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hook: list = []
@@ -136,6 +139,30 @@ def follow(root: nn.Module) -> None:
 
 def unfollow(root: nn.Module) -> None:
     _roots.discard(root)
+
+
+def keep_from_broadcasts(root: nn.Module) -> None:
+    """Have DDP around `root`, compiled or not, leave scales alone. It would overwrite those of each rank by rank 0's in
+    every forward: what only other ranks cast, as tokens of an expert, would get a bound of 0, and underflow."""
+    names = _names_of_scales(root)
+    others = [name for name in getattr(root, _IGNORED, ()) if name not in names]
+    setattr(root, _IGNORED, [*others, *names])
+
+
+def leave_to_broadcasts(root: nn.Module) -> None:
+    """Take back what `keep_from_broadcasts` did to `root` or a module in it. Called while the scales are there."""
+    for module in root.modules():
+        if _IGNORED in module.__dict__:
+            names = _names_of_scales(module)
+            setattr(module, _IGNORED, [name for name in getattr(module, _IGNORED) if name not in names])
+            if not getattr(module, _IGNORED):
+                delattr(module, _IGNORED)
+
+
+def _names_of_scales(root: nn.Module) -> dict[str, None]:
+    scalings = ((name, m) for name, m in root.named_modules() if isinstance(m, Scaling))
+    names = [f"{name}.{key}".lstrip(".") for name, m in scalings for key in m._buffers]
+    return dict.fromkeys(prefix + name for prefix in ("", _COMPILED) for name in names)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
