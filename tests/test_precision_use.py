@@ -239,6 +239,17 @@ def test_gradients_of_two_optimizers_are_divided_by_what_their_loss_was_multipli
     assert torch.equal(last.weight.detach(), expected)
 
 
+def test_an_input_of_another_width_is_refused_as_by_linear_layers_and_leaves_the_scales():
+    layer = FP8LinearLayer(64, 32, device=DEVICE, config=FP8Config(min_tokens=1))
+    x = torch.randn(64, 32, device=DEVICE)
+    with pytest.raises(RuntimeError) as told:
+        layer(x)
+    with pytest.raises(RuntimeError) as plain:
+        nn.functional.linear(x, layer.weight, layer.bias)
+    assert str(told.value) == str(plain.value)
+    assert layer.input_scaling.amax.item() == 0
+
+
 def test_gradients_that_overflow_when_they_are_divided_are_not_stepped_with():
     """A factor below 1 makes gradients larger when it is taken out again, beyond float16's range."""
     model = nn.Linear(64, 64, bias=False, device=DEVICE, dtype=torch.float16)

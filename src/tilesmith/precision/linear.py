@@ -130,7 +130,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
     def serves(self, x: Tensor, weight: Tensor) -> bool:
         """Whether a call with this layer's weight is computed in 8 bits."""
         rows = x.numel() // self.in_features
-        fits = rows >= self.config.min_tokens and x.dtype in SERVED
+        known = x.dtype in SERVED and x.shape[-1:] == weight.shape[1:]  # others are refused as nn.Linear does it
+        fits = known and rows >= self.config.min_tokens
         return fits and plain(x) and plain(weight) and not transformed()
 
     def input_cast(self, x: Tensor, delayed: bool, trains: bool) -> Cast:

@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 def cast_tensorwise(
     x: Tensor, bound: Tensor | None, amax: Tensor | None, format: str, rows: bool = True, columns: bool = False
 ) -> Cast:
-    """x by one factor: of `bound`, or of its own largest value where that is None. amax is raised, where it is given."""
+    """x by one factor: of `bound`, or of its own largest value where that is None. amax, where given, is raised."""
     bound = ops.fp8_amax(x) if bound is None else bound
     x8, x8_t, factor = ops.fp8_cast(x, bound, bound.clone() if amax is None else amax, format, rows, columns)
     return Cast(x8 if rows else None, factor, x8_t if columns else None)

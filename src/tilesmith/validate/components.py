@@ -123,7 +123,8 @@ class ComponentValidator:
         size("validate_linear_component", "in_features", in_features)
         size("validate_linear_component", "out_features", out_features)
         shape = getattr(getattr(layer, "weight", None), "shape", None)
-        oracle = (lambda m, x: F.linear(x, m.weight, getattr(m, "bias", None))) if shape == (out_features, in_features) else None
+        known = shape == (out_features, in_features)
+        oracle = (lambda m, x: F.linear(x, m.weight, getattr(m, "bias", None))) if known else None
         return self._validated(layer, (BATCH, TOKENS, in_features), (BATCH, TOKENS, out_features), oracle)
 
     def validate_norm_component(self, layer: nn.Module, hidden_size: int) -> ValidationResults:
