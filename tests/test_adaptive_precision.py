@@ -112,6 +112,28 @@ def _hqq(weight, bits):
     return (codes - zero) * scale
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-3, 1e-4, 3e-5, 1e-5])
+def test_small_weights_lose_no_more_than_large_ones(size):
+    """Their scales are among the numbers of float16 that are not normal."""
+    torch.manual_seed(0)
+    weight = size * torch.randn(256, 64)
+    for bits, share in ((2, 0.34), (3, 0.18), (4, 0.09), (6, 0.024), (8, 0.007)):  # of normal values, a tenth more
+        width = torch.full((256,), bits)
+        error = nearest(weight, *group_parameters(weight, width), width) - weight
+        assert error.norm() < share * weight.norm()
+
+
+@pytest.mark.parametrize("middle", [0.0, 1e-6, 1e-3, 1.0, 1000.0])
+@pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-5])
+def test_groups_of_nearly_one_value(middle, spread):
+    torch.manual_seed(0)
+    weight = -middle + spread * torch.rand(64, 64)
+    for bits in (2, 4, 8):
+        width = torch.full((64,), bits)
+        error = (nearest(weight, *group_parameters(weight, width), width) - weight).abs().max()
+        assert error <= max(2.0**-11 * middle, 2.0**-24, spread / (2**bits - 1)) * 1.2
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_rounding_is_closer_than_hqq(bits):
     weight = torch.randn(64, 4, 64, generator=torch.Generator().manual_seed(0))

@@ -209,6 +209,45 @@ def test_latency_has_its_percentiles():
     assert both["launches"] > found["launches"] * 0.1 and both["backward"]
 
 
+class _Clamps(nn.Module):
+    """Writes to its input where no gradient keeps it from that, with a result that a second call does not change."""
+
+    def forward(self, x):
+        return x.clamp_(min=0) if not torch.is_grad_enabled() else x.clamp(min=0)
+
+
+class _OneDtype(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x.float()).to(x.dtype)
+
+
+class _NoBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 16))
+
+    def forward(self, x):
+        return x @ self.weight.t()
+
+
+def test_a_write_to_the_input_is_found():
+    results = VALIDATOR.validate_activation_component(_Clamps())
+    assert [check.name for check in results.checks if not check.passed] == ["inputs"]
+
+
+def test_layers_that_compute_in_one_dtype_have_nothing_to_be_compared_with():
+    results = VALIDATOR.validate_mlp_component(_OneDtype(), 16)
+    assert not results.passed and "nothing to compare with" in results["float64"].message
+
+
+def test_linear_layers_need_no_bias_of_that_name():
+    assert VALIDATOR.validate_linear_component(_NoBias(), 16, 24).passed
+
+
 BAD = [
     (
         lambda: VALIDATOR.validate_attention_component(AttentionLayer(32, 4), 32, 5),

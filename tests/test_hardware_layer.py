@@ -436,14 +436,17 @@ def test_capacity_of_each_kind_of_device(monkeypatch, tmp_path):
     assert (capacity_of("mps").total, capacity_of("mps").available) == (64, 60)
     with pytest.raises(ValueError, match="a meta device does not tell its memory"):
         capacity_of("meta")
-    limit, usage = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(capacity, "_CGROUPS", ((str(limit), str(usage)),))
+    limit, usage, statistics = (tmp_path / name for name in ("max", "current", "stat"))
+    monkeypatch.setattr(capacity, "_CGROUPS", ((str(limit), str(usage), str(statistics)),))
     assert capacity_of("cpu").source != "the container's limit"
     limit.write_text("max\n")
     assert capacity_of("cpu").source != "the container's limit"
     limit.write_text("1000000\n")
     usage.write_text("400000\n")
     assert capacity_of("cpu") == capacity.Capacity(1_000_000, 600_000, "the container's limit")
+    for told in ("anon 100000\ninactive_file 250000\n", "inactive_file 7\ntotal_inactive_file 250000\n"):
+        statistics.write_text(told)  # files that were read take no memory from the process
+        assert capacity_of("cpu").available == 850_000
 
 
 def test_what_runs_out_of_memory_is_a_finding(monkeypatch):

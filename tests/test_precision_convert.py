@@ -138,8 +138,20 @@ def test_a_filter_that_fails():
             lambda model: FP8TrainingEngine(model, FP8Config(amax_history_length=3)),
             "config's amax_history_length is 3, the model is converted with 16",
         ),
+        (
+            lambda model: FP8TrainingEngine(model, FP8Config(min_tokens=1, loss_scale=8.0)),
+            "config's min_tokens is 1, the model is converted with 256",
+        ),
+        (
+            lambda model: FP8TrainingEngine(model, FP8Config(cache_weights=False)),
+            "config's cache_weights is False, the model is converted with True",
+        ),
+        (
+            lambda model: FP8TrainingEngine(model, FP8Config(module_filter_fn=lambda module, name: False)),
+            "module_filter_fn, and the model is converted already",
+        ),
     ],
-    ids=["recipe", "format", "history"],
+    ids=["recipe", "format", "history", "tokens", "casts", "filter"],
 )
 def test_an_engine_of_another_recipe_than_the_model_s_is_refused(engine, words):
     model = convert_model_to_fp8(nn.Sequential(nn.Linear(32, 32)), FP8Config(min_features=16))

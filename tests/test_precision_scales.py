@@ -1,13 +1,15 @@
 """FP8 scales of earlier steps: what raises a bound, what is forgotten, what is counted."""
 
+import copy
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from op_runs import DEVICE
-from tilesmith.precision import FP8Config, FP8TrainingEngine
+from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8, revert_model_from_fp8
 from tilesmith.precision.scaling import Scaling, roll
 
 
@@ -68,12 +70,14 @@ def test_a_spike_is_forgotten_once_it_has_passed(spike):
 
 
 def _rolled(values, format="e4m3", history=4):
-    """A scaling after steps whose largest values these were, and its bound after each."""
-    scaling = Scaling(format, history, DEVICE, True)
+    """A scaling after steps whose largest values these were, beside another that saw something in each, and its bound
+    after each."""
+    scaling, other = (Scaling(format, history, DEVICE, True) for _ in range(2))
     bounds = []
     for value in values:
         scaling.amax.fill_(value)
-        roll(scaling)
+        other.amax.fill_(1.0)
+        roll(scaling, other)
         bounds.append(scaling.bound.item())
     return scaling, bounds
 
@@ -97,6 +101,21 @@ def test_what_a_bound_is(values, bounds, spikes):
     assert tuple(found) == bounds and scaling.spikes.item() == spikes
 
 
+def test_the_second_optimizer_of_a_step_leaves_the_histories():
+    """They hold as many steps as the config says, however many optimizers there are."""
+    trainer, _ = _deep("delayed", depth=2, amax_history_length=4)
+    optimizers = [torch.optim.SGD(layer.parameters(), 1e-3) for layer in (trainer.model[0], trainer.model[2])]
+    with trainer:
+        for scale in (8.0, 1.0, 1.0, 1.0):
+            x = _randn(32, 64) * scale
+            trainer.training_step(x, x)
+            for optimizer in optimizers:
+                trainer.optimizer_step(optimizer)
+        told = trainer.get_training_statistics()
+    assert all(min(history) > 0 for history in told["amax_histories"].values())
+    assert told["scales"]["0.input_scaling"] > 16  # the first step is one of the last four
+
+
 def test_e5m2_has_room_for_more():
     assert _rolled((1, 1, 999, 1), "e5m2")[1][-1] == 999
     assert _rolled((1, 1, 99999, 1), "e5m2")[1][-1] == 1
@@ -112,3 +131,63 @@ def test_overflows_are_those_of_scales_that_were_used(recipe, overflows):
             trainer.optimizer_step(optimizer)
     told = trainer.get_training_statistics()
     assert told["overflows"] == overflows and told["spikes"] == 0
+
+
+@pytest.mark.parametrize("value", [100.0, math.nan])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_an_evaluation_between_two_steps_leaves_training_as_it_was(recipe, value):
+    """Forward and backward in eval mode are no part of the next bounds, and nothing that overflowed."""
+
+    def trained(evaluates):
+        trainer, optimizer = _deep(recipe, depth=2)
+        with trainer:
+            for step in range(4):
+                x = _randn(32, 64)
+                trainer.training_step(x, x)
+                if evaluates and step == 1:
+                    probe = torch.full((32, 64), value, device=DEVICE, requires_grad=True)
+                    trainer.model.eval()(probe).sum().backward(inputs=[probe])
+                    trainer.model.train()
+                trainer.optimizer_step(optimizer)
+        return trainer.get_training_statistics(), trainer.model.state_dict()
+
+    (plain, weights), (told, after) = trained(False), trained(True)
+    assert told == plain
+    assert all(torch.equal(weights[name], after[name]) for name in weights)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo broadcasts on a CPU")
+@pytest.mark.parametrize("made", ["converted", "compiled", "copied", "engine"])
+def test_ranks_keep_their_own_scales(one_rank, made):
+    """DDP broadcasts rank 0's buffers in each forward; a bound of 0 would come to ranks that know a better one."""
+    config = FP8Config(min_features=16, min_tokens=1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    if made == "engine":
+        model = nn.Sequential(convert_model_to_fp8(model, config))
+        FP8TrainingEngine(model).setup_fp8_training()
+    else:
+        convert_model_to_fp8(model, config)
+        model = {"compiled": torch.compile, "copied": copy.deepcopy}.get(made, lambda same: same)(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    scales = {id(buffer) for m in model.modules() if isinstance(m, Scaling) for buffer in m.buffers()}
+    synced = {id(buffer) for buffer in wrapped.modules_buffers}
+    assert len(scales) == 10 and not scales & synced
+    assert len(synced) == 3  # those of BatchNorm
+
+
+def test_a_reverted_model_has_no_more_to_say_to_ddp():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).to(DEVICE)
+    model._ddp_params_and_buffers_to_ignore = ["1.running_mean"]
+    convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=1))
+    assert "0.input_scaling.bound" in model._ddp_params_and_buffers_to_ignore
+    revert_model_from_fp8(model)
+    assert model._ddp_params_and_buffers_to_ignore == ["1.running_mean"]
+    plain = convert_model_to_fp8(nn.Sequential(nn.Linear(64, 64)).to(DEVICE), FP8Config(min_features=16))
+    assert not hasattr(revert_model_from_fp8(plain), "_ddp_params_and_buffers_to_ignore")

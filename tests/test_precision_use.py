@@ -239,6 +239,31 @@ def test_gradients_of_two_optimizers_are_divided_by_what_their_loss_was_multipli
     assert torch.equal(last.weight.detach(), expected)
 
 
+def test_an_input_of_another_width_is_refused_as_by_linear_layers_and_leaves_the_scales():
+    layer = FP8LinearLayer(64, 32, device=DEVICE, config=FP8Config(min_tokens=1))
+    x = torch.randn(64, 32, device=DEVICE)
+    with pytest.raises(RuntimeError) as told:
+        layer(x)
+    with pytest.raises(RuntimeError) as plain:
+        nn.functional.linear(x, layer.weight, layer.bias)
+    assert str(told.value) == str(plain.value)
+    assert layer.input_scaling.amax.item() == 0
+
+
+def test_gradients_that_overflow_when_they_are_divided_are_not_stepped_with():
+    """A factor below 1 makes gradients larger when it is taken out again, beyond float16's range."""
+    model = nn.Linear(64, 64, bias=False, device=DEVICE, dtype=torch.float16)
+    engine = FP8TrainingEngine(model, FP8Config(min_features=1, min_tokens=1, loss_scale=0.125))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    engine.setup_fp8_training()
+    before = model.weight.detach().clone()
+    x = torch.ones(32, 64, device=DEVICE, dtype=torch.float16)
+    engine.training_step(x, x, lambda out, _: (out.float() * 4096).sum())
+    assert model.weight.grad.isfinite().all()
+    assert not engine.optimizer_step(optimizer)
+    assert torch.equal(model.weight, before)
+
+
 def test_gradients_of_the_callers_own_backward_are_not_divided():
     engine = _engine()
     optimizer = torch.optim.SGD(engine.model.parameters(), 1.0)

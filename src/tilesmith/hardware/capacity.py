@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-_CGROUPS = (  # (limit, usage) of version 2 and of version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_CGROUPS = (  # limit, usage and statistics of version 2 and of version 1
+    tuple(f"/sys/fs/cgroup/memory.{name}" for name in ("max", "current", "stat")),
+    tuple(f"/sys/fs/cgroup/memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")),
 )
+_RECLAIMED = ("total_inactive_file", "inactive_file")  # usage that the kernel gives up first: files that were read
 _UNLIMITED = 2**60  # version 1 writes a number that no machine reaches
 
 
@@ -47,10 +48,11 @@ def capacity_of(device: torch.device | str) -> Capacity:
 
 def _of_host() -> Capacity:
     total, available, source = _of_machine()
-    for limit, usage in _CGROUPS:
-        allowed, used = _number(limit), _number(usage)
+    for limit, usage, statistics in _CGROUPS:
+        allowed = _number(limit)
         if allowed is not None and allowed < min(total, _UNLIMITED):
-            left = max(0, allowed - (used or 0))
+            used = max(0, (_number(usage) or 0) - _reclaimed(statistics))
+            left = max(0, allowed - used)
             return Capacity(allowed, min(left, available), "the container's limit")
     return Capacity(total, available, source)
 
@@ -63,6 +65,16 @@ def _of_machine() -> tuple[int, int, str]:
         return total, total, "the system's physical memory"
     found = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
     return found.get("MemTotal", total), found.get("MemAvailable", total), "/proc/meminfo"
+
+
+def _reclaimed(path: str) -> int:
+    """Bytes of a container's usage that hold files nobody used lately: a checkpoint that was read fills them."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return next((int(found[name]) for name in _RECLAIMED if name in found), 0)
 
 
 def _number(path: str) -> int | None:

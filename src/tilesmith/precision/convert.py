@@ -23,7 +23,7 @@ from tilesmith.precision.config import TENSORWISE, FP8Config
 from tilesmith.precision.experts import FP8Experts
 from tilesmith.precision.fused import FP8GatedMLP, FP8Norm
 from tilesmith.precision.linear import FP8LinearLayer, Relay, misfit_of
-from tilesmith.precision.scaling import follow, unfollow
+from tilesmith.precision.scaling import follow, keep_from_broadcasts, leave_to_broadcasts, unfollow
 from tilesmith.rewrite import Report, Row, forms, original_class, swap, unswap
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,9 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     Under torch.compile a model must not write in place into a tensor between two converted layers that it gives it to:
     the second would take the cast of what the tensor was, since a graph has no version numbers. In eager mode such a
     write is noticed.
+
+    Scales are each rank's own. `DistributedDataParallel` leaves them alone if it is given the converted model; around a
+    module that holds it, pass ``broadcast_buffers=False``.
 
     Returns:
         The converted model. ``model.fp8_report`` says which layers were converted, why others were not, and where
@@ -82,6 +85,7 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     relay = Relay()
     rows += _enter(model, list(chosen.values()), list(stacks.values()), config, relay)
     model.register_forward_hook(_Clear(relay, model))
+    keep_from_broadcasts(model)
     model.fp8_report = Report(tuple(rows))
     count = len(chosen) + len(stacks)
     log.info("fp8 (%s): %d layers converted, %d left alone", config.recipe, count, len(rows) - count)
@@ -112,6 +116,7 @@ def revert_model_from_fp8(model: nn.Module) -> nn.Module:
                 f"revert_model_from_fp8: {fqn or 'the model'} was parametrized after it was converted; call "
                 "torch.nn.utils.parametrize.remove_parametrizations on it first"
             )
+    leave_to_broadcasts(model)
     _take_back(model, [module for module in model.modules() if isinstance(module, FP8LinearLayer)])
     for module in model.modules():
         module.__dict__.pop("fp8_report", None)

@@ -15,9 +15,11 @@ from tilesmith.engine.argument_checks import present
 from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
-from tilesmith.precision.linear import FP8LinearLayer
-from tilesmith.precision.scaling import Scaling, follow, roll
+from tilesmith.precision.scaling import Scaling, follow, keep_from_broadcasts, roll
+from tilesmith.precision.weight_casts import CastsWeights
 
+_RECIPE = ("recipe", "forward_format", "backward_format", "amax_history_length")
+_CHOICES = ("min_features", "min_tokens", "fuse", "cache_weights", "convert_experts", "cache_weights_in_eval")
 LEAST = 2.0**-16  # of the loss's first factor: batches that are not finite whatever it is must not bring it to 0
 
 
@@ -85,13 +87,14 @@ class FP8TrainingEngine:
 
     def setup_fp8_training(self) -> None:
         """Convert the model, once. Raises as `convert_model_to_fp8` does, and ValueError where the model is converted
-        by another recipe than the config's."""
+        by another recipe than the config's, or the config asks for layers, or casts of weights, that it has not."""
         if self._ready:
             return
         if converted(self.model):
             if self._asked:
                 _check_recipe(self.model, self.config)
             follow(self.model)
+            keep_from_broadcasts(self.model)
         else:
             convert_model_to_fp8(self.model, self.config)
         self._ready = True
@@ -233,10 +236,10 @@ class FP8TrainingEngine:
                 by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         flags = []
         for group in by_kind.values():  # GradScaler's own function takes no bf16 on a GPU
-            largest = torch.stack(torch._foreach_norm(group, float("inf")))
-            flags.append((~largest.isfinite()).any().float())
             if self._scaled_by != 1.0:
                 torch._foreach_mul_(group, 1.0 / self._scaled_by)
+            largest = torch.stack(torch._foreach_norm(group, float("inf")))  # a factor below 1 may overflow fp16
+            flags.append((~largest.isfinite()).any().float())
         if dist.is_available() and dist.is_initialized():
             device = flags[0].device if flags else _device_of(self.model)
             total = torch.stack([flag.to(device) for flag in flags]).amax() if flags else torch.zeros((), device=device)
@@ -256,11 +259,17 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _check_recipe(model: nn.Module, config: FP8Config) -> None:
-    """ValueError unless the layers of a converted model cast as `config` says."""
-    has = next((m.config for m in model.modules() if isinstance(m, FP8LinearLayer)), config)
-    for name in ("recipe", "forward_format", "backward_format", "amax_history_length"):
-        asked, there = (getattr(c, name) for c in (config, has))
-        if asked != there:
+    """ValueError unless the layers of a converted model cast as `config` says, and were chosen so, where it does not
+    leave that at its default."""
+    has = next((m.config for m in model.modules() if isinstance(m, CastsWeights)), config)
+    if config.module_filter_fn is not None:
+        raise ValueError(
+            "FP8TrainingEngine: the config has a module_filter_fn, and the model is converted already; give it to "
+            "convert_model_to_fp8"
+        )
+    for name in (*_RECIPE, *_CHOICES):
+        asked, there, default = (getattr(c, name) for c in (config, has, FP8Config()))
+        if asked != there and (name in _RECIPE or asked != default):
             asked, there = (x.name if isinstance(x, FP8Format) else repr(x) for x in (asked, there))
             raise ValueError(
                 f"FP8TrainingEngine: the config's {name} is {asked}, the model is converted with {there}; call "

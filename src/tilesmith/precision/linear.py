@@ -68,7 +68,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
     other dtypes, with a weight that is a DTensor, or within a transform of torch.func (grad, vmap, jvp) are computed as
     `nn.Linear` does.
 
-    In eval mode activations are cast by their own largest value, whatever the recipe's history says.
+    In eval mode activations and gradients are cast by their own largest value, whatever the recipe's history says, and
+    that history does not hear of them: an evaluation between two steps leaves training as it was.
     """
 
     def __init__(
@@ -123,13 +124,14 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         delayed = self.training and self.plan.recipe == "delayed"
         cast = self.weight_cast(weight)
         given = self.input_cast(x, delayed, weight.requires_grad)
-        gradient = products.Gradient(self.grad_scaling.known(delayed), self.grad_scaling.amax)
+        gradient = products.Gradient(self.grad_scaling.known(delayed), self.grad_scaling.noted(self.training))
         return products.linear(x, (weight, self.bias), given, cast, self.plan, dtype, gradient)
 
     def serves(self, x: Tensor, weight: Tensor) -> bool:
         """Whether a call with this layer's weight is computed in 8 bits."""
         rows = x.numel() // self.in_features
-        fits = rows >= self.config.min_tokens and x.dtype in SERVED
+        known = x.dtype in SERVED and x.shape[-1:] == weight.shape[1:]  # others are refused as nn.Linear does it
+        fits = known and rows >= self.config.min_tokens
         return fits and plain(x) and plain(weight) and not transformed()
 
     def input_cast(self, x: Tensor, delayed: bool, trains: bool) -> Cast:
@@ -139,7 +141,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         if given is None:
             scaling = self.input_scaling
             with torch.no_grad():
-                given = products.cast_input(x.detach(), self.plan, scaling.known(delayed), scaling.amax, by[1])
+                amax = scaling.noted(self.training)
+                given = products.cast_input(x.detach(), self.plan, scaling.known(delayed), amax, by[1])
             self.relay.put(x, given, by)
         return given
 

@@ -37,14 +37,15 @@ class Plan(NamedTuple):
 
 
 def cast_tensorwise(
-    x: Tensor, bound: Tensor | None, amax: Tensor, format: str, rows: bool = True, columns: bool = False
+    x: Tensor, bound: Tensor | None, amax: Tensor | None, format: str, rows: bool = True, columns: bool = False
 ) -> Cast:
-    """x by one factor: of `bound`, or of its own largest value where that is None. amax is raised."""
-    x8, x8_t, factor = ops.fp8_cast(x, ops.fp8_amax(x) if bound is None else bound, amax, format, rows, columns)
+    """x by one factor: of `bound`, or of its own largest value where that is None. amax, where given, is raised."""
+    bound = ops.fp8_amax(x) if bound is None else bound
+    x8, x8_t, factor = ops.fp8_cast(x, bound, bound.clone() if amax is None else amax, format, rows, columns)
     return Cast(x8 if rows else None, factor, x8_t if columns else None)
 
 
-def cast_input(x: Tensor, plan: Plan, bound: Tensor | None, amax: Tensor, trains: bool) -> Cast:
+def cast_input(x: Tensor, plan: Plan, bound: Tensor | None, amax: Tensor | None, trains: bool) -> Cast:
     """An activation as `linear` takes it. trains: whether a weight's gradient will be asked for."""
     if plan.recipe == "rowwise":
         return Cast(*ops.fp8_cast_rows(x, plan.forward))
@@ -60,14 +61,13 @@ def cast_weight(weight: Tensor, plan: Plan) -> Cast:
         return Cast(*ops.fp8_cast_rows(weight, plan.forward), *ops.fp8_cast_rows(weight.t().contiguous(), plan.forward))
     if plan.recipe == "blockwise":
         return Cast(*ops.fp8_cast_blocks(weight, plan.forward, True, True, True))
-    bound = ops.fp8_amax(weight)
-    return cast_tensorwise(weight, bound, bound.clone(), plan.forward, True, True)
+    return cast_tensorwise(weight, None, None, plan.forward, True, True)
 
 
 def cast_weights(first: Tensor, second: Tensor, plan: Plan) -> Cast:
     """Two weights of one input by one factor, as if they were one on top of the other."""
     bound = torch.maximum(ops.fp8_amax(first), ops.fp8_amax(second))
-    casts = [cast_tensorwise(w, bound, bound.clone(), plan.forward, True, True) for w in (first, second)]
+    casts = [cast_tensorwise(w, bound, None, plan.forward, True, True) for w in (first, second)]
     as_bytes = [[t.view(torch.uint8) for t in (c.x8, c.x8_t)] for c in casts]
     x8, x8_t = (torch.cat(pair, dim).view(casts[0].x8.dtype) for dim, pair in enumerate(zip(*as_bytes)))
     return Cast(x8, casts[0].factor, x8_t)
@@ -75,10 +75,10 @@ def cast_weights(first: Tensor, second: Tensor, plan: Plan) -> Cast:
 
 class Gradient(NamedTuple):
     """Where the gradient of an output finds its scale: what it is expected to stay below (None: its own largest value
-    is looked for), and where its largest value is noted."""
+    is looked for), and where its largest value is noted, if it is."""
 
     bound: Tensor | None
-    amax: Tensor
+    amax: Tensor | None
 
 
 def linear(

@@ -17,6 +17,9 @@ from tilesmith.precision.weight_casts import CastsWeights
 # by a bound so far above it, a tensor would lose its smaller numbers. E5M2 has as much more range.
 FAR = {"e4m3": 2.0**8, "e5m2": 2.0**16}
 
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DDP reads off the module that it is given
+_COMPILED = "_orig_mod."  # before the names in what torch.compile returns
+
 _Kind = TypeVar("_Kind", bound=nn.Module)
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hook: list = []
@@ -42,6 +45,10 @@ class Scaling(nn.Module):
         """The bound, where a step may go by it."""
         return self.bound if delayed and self.warm else None
 
+    def noted(self, training: bool) -> Tensor | None:
+        """Where the largest value of a call is noted; None outside training, which scales of the next steps are for."""
+        return self.amax if training else None
+
     def _apply(self, fn, recurse: bool = True) -> Scaling:
         """`fn` says where the buffers go, not what they hold: a model that goes to bf16 does not take its scales along,
         and `to_empty` must not leave them unset, since no checkpoint fills them."""
@@ -64,7 +71,8 @@ def roll(*roots: nn.Module) -> None:
     A value that was too large raises the bound at once, since it is in the history. Once it has passed, it is left out
     if it is `FAR` from the others, so that one spike does not make the casts of a whole history underflow. What is not
     finite says nothing of the next step and is not taken in. A tensor that was not cast, or of which only zeros were
-    seen, keeps its bound. All scales in a few launches; the device is asked only while a scale is not known yet.
+    seen, keeps its bound. Where no tensor at all was cast, nothing changes: the second of two optimizers steps without
+    a forward since the first. All scales in a few launches; the device is asked only while a scale is not known yet.
     """
     by_device: dict[tuple, list[Scaling]] = {}
     for scaling in _modules_of(roots, Scaling):
@@ -83,7 +91,8 @@ def _roll(scalings: list[Scaling]) -> None:
     reach = limit * torch.exp2(torch.ceil(torch.log2(bound / limit)))
     finite = amax.isfinite()
     over = ((amax > reach) & (bound > 0) & (delayed > 0)) | ~finite
-    history = torch.where(finite[:, None], torch.cat((amax[:, None], history[:, :-1]), 1), history)
+    taken = finite & (amax != 0).any()
+    history = torch.where(taken[:, None], torch.cat((amax[:, None], history[:, :-1]), 1), history)
     spikes = history > (far * torch.maximum(history[:, 0], _median(history)))[:, None]
     history = torch.where(spikes, 0.0, history)
     greatest = history.amax(1)
@@ -130,6 +139,30 @@ def follow(root: nn.Module) -> None:
 
 def unfollow(root: nn.Module) -> None:
     _roots.discard(root)
+
+
+def keep_from_broadcasts(root: nn.Module) -> None:
+    """Have DDP around `root`, compiled or not, leave scales alone. It would overwrite those of each rank by rank 0's in
+    every forward: what only other ranks cast, as tokens of an expert, would get a bound of 0, and underflow."""
+    names = _names_of_scales(root)
+    others = [name for name in getattr(root, _IGNORED, ()) if name not in names]
+    setattr(root, _IGNORED, [*others, *names])
+
+
+def leave_to_broadcasts(root: nn.Module) -> None:
+    """Take back what `keep_from_broadcasts` did to `root` or a module in it. Called while the scales are there."""
+    for module in root.modules():
+        if _IGNORED in module.__dict__:
+            names = _names_of_scales(module)
+            setattr(module, _IGNORED, [name for name in getattr(module, _IGNORED) if name not in names])
+            if not getattr(module, _IGNORED):
+                delattr(module, _IGNORED)
+
+
+def _names_of_scales(root: nn.Module) -> dict[str, None]:
+    scalings = ((name, m) for name, m in root.named_modules() if isinstance(m, Scaling))
+    names = [f"{name}.{key}".lstrip(".") for name, m in scalings for key in m._buffers]
+    return dict.fromkeys(prefix + name for prefix in ("", _COMPILED) for name in names)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:

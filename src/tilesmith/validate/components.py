@@ -123,7 +123,8 @@ class ComponentValidator:
         size("validate_linear_component", "in_features", in_features)
         size("validate_linear_component", "out_features", out_features)
         shape = getattr(getattr(layer, "weight", None), "shape", None)
-        oracle = (lambda m, x: F.linear(x, m.weight, m.bias)) if shape == (out_features, in_features) else None
+        known = shape == (out_features, in_features)
+        oracle = (lambda m, x: F.linear(x, m.weight, getattr(m, "bias", None))) if known else None
         return self._validated(layer, (BATCH, TOKENS, in_features), (BATCH, TOKENS, out_features), oracle)
 
     def validate_norm_component(self, layer: nn.Module, hidden_size: int) -> ValidationResults:
@@ -184,9 +185,11 @@ def _call(layer: nn.Module, x: Tensor) -> Tensor:
 def _checks(
     layer: nn.Module, x: Tensor, wanted: tuple[int, ...], oracle: Oracle | None, law: Law | None
 ) -> list[Check]:
-    given = x.clone()
+    passed_in = x.clone()
     try:
         got = _values(layer, x, _call)
+        with torch.no_grad():
+            once = _call(layer, passed_in)
     except Exception as problem:  # foreign code: what it raises is the finding
         return [Check("runs", False, message=f"{type(problem).__name__}: {problem}")]
     found = [Check("runs", True)]
@@ -194,19 +197,23 @@ def _checks(
     fits = tuple(out.shape) == wanted
     found.append(Check("shape", fits, message="" if fits else f"{list(out.shape)}, not {list(wanted)}"))
     found.append(_said("finite", bool(out.isfinite().all()), "the output has NaN or infinity"))
-    found.append(_said("inputs", torch.equal(x, given), "it writes to its input"))
+    found.append(_said("inputs", torch.equal(passed_in, x), "it writes to its input"))
     if not fits:
         return found
     wide = copy.deepcopy(layer).double()
     with _references():
         reference = _values(layer, x, oracle or _call)
-        exact = _values(wide, x.double() if x.is_floating_point() else x, oracle or _call)
+        try:
+            exact = _values(wide, x.double() if x.is_floating_point() else x, oracle or _call)
+        except Exception as problem:  # foreign code that computes in one dtype
+            told = f"there is nothing to compare with, as a copy in it raises {type(problem).__name__}: {problem}"
+            return [*found, Check("float64", False, message=told)]
     found += [_judged(name, got[name], reference[name], exact[name]) for name in got if name in exact]
     lost = [name for name in exact if name not in got]
     found += [Check(name, False, message="there is none") for name in lost]
     with torch.no_grad():
-        once, again, strided = _call(layer, x), _call(layer, x), _call(layer, _strided(x))
-        alone = torch.cat([_call(layer, row) for row in x.split(1)])
+        again, strided = _call(layer, x.clone()), _call(layer, _strided(x))
+        alone = torch.cat([_call(layer, row.clone()) for row in x.split(1)])
     found.append(_judged("repeats", again, once, once.double()))  # up to rounding: sums may be in another order
     found.append(_judged("strided inputs", strided, reference["forward"], exact["forward"]))
     found.append(_judged("rows alone", alone, reference["forward"], exact["forward"]))

@@ -7,6 +7,8 @@ from torch import Tensor
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
 ROUNDS = 3
+_NORMAL, _LEAST = 2.0**-14, 2.0**-24  # of float16: the least normal number, and the least of all
+_ZEROS = 60000.0  # the largest zero point
 DAMPING = 0.01  # of the mean of a Hessian's diagonal, as GPTQ has it
 
 
@@ -51,11 +53,14 @@ def _line(weight: Tensor, codes: Tensor, share: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _held(scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """(scale, zero) as float16 holds them. A group of one value c has codes 0 and 1 at a distance of |c|."""
-    flat = scale.abs() < 2.0**-20
+    """(scale, zero) as float16 holds them. A group of one value c has codes 0 and 1 at a distance of |c|; so has one of
+    values so near to c that float16 has no zero for their scale. Where float16 is coarse, scales are rounded up: by a
+    smaller one the codes would not reach the ends of the group."""
+    scale = torch.where(scale.abs() < _NORMAL, (scale / _LEAST).ceil() * _LEAST, scale)
+    flat = (scale == 0) | (offset.abs() > _ZEROS * scale.abs())
     scale = torch.where(flat, offset.abs(), scale).to(torch.float16).to(offset.dtype)
     zero = torch.where(flat, (offset < 0).to(offset.dtype), -offset / torch.where(scale == 0, 1.0, scale))
-    return scale, zero.clamp(-60000.0, 60000.0).to(torch.float16).to(offset.dtype)
+    return scale, zero.clamp(-_ZEROS, _ZEROS).to(torch.float16).to(offset.dtype)
 
 
 def _codes(weight: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> Tensor:
