@@ -20,6 +20,14 @@ def ops_everywhere():
         yield
 
 
+def checkpoint_layers(model, on=True, **how):
+    """Switch checkpointing of a transformers model on or off, as trainers do. how: of torch.utils.checkpoint."""
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if not on:
+        return getattr(model, f"{kind}_checkpointing_disable")()
+    return getattr(model, f"{kind}_checkpointing_enable")(how or None)
+
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,

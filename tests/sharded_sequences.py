@@ -24,7 +24,7 @@ def _loss_and_gradients(model, **inputs):
 def check_models_of_transformers(mesh):
     """Loss and gradients of whole batches, plain, padded and packed, are those of one process; also checkpointed."""
     pytest.importorskip("transformers")
-    from optimize_models import build
+    from optimize_models import build, checkpoint_layers
     from tilesmith.models import model_sharding, shard_sequence
 
     ids = torch.randint(VOCABULARY, (2, 13))
@@ -49,7 +49,7 @@ def check_models_of_transformers(mesh):
             for checkpointed in (False, True) if (family, name) == ("llama", "packed") else (False,):
                 if checkpointed:
                     sharded.train()
-                    sharded.gradient_checkpointing_enable({"use_reentrant": False})
+                    checkpoint_layers(sharded, use_reentrant=False)
                 loss, exact = _loss_and_gradients(model, **batch)
                 found, grads = _loss_and_gradients(sharded, **batch)
                 torch.testing.assert_close(found, loss, msg=lambda text, n=name, f=family: f"{f} {n}: {text}")

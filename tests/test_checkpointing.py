@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from optimize_models import batch, build, train
+from optimize_models import batch, build, checkpoint_layers, train
 from tilesmith import ops
 from tilesmith.engine import ops as declared
 from tilesmith.engine import use
@@ -93,7 +93,7 @@ def test_an_optimised_model_computes_attention_once_under_gradient_checkpointing
     with use(attention="reference") if own else nullcontext():
         with Computed() as once:
             plain = train(model, inputs)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=KEEPING)
+        checkpoint_layers(model, **KEEPING)
         attentions.clear()
         with Computed() as counts:
             found = train(model, inputs)
@@ -117,7 +117,7 @@ def test_the_op_is_found_under_its_own_name_and_under_the_one_that_policies_look
 def test_a_checkpointed_layer_keeps_nothing_of_its_mlp():
     """Gate and up, kept in place of their product, would be kept behind the back of checkpointing."""
     model, inputs, kept = build("llama", layers=4), batch("llama"), []
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, use_reentrant=False)
     for optimized in (False, True):
         model = optimize(model) if optimized else model
         with LiveBytes() as live, use(swiglu="reference"):

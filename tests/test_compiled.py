@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,36 @@ def test_a_number_of_numpy_is_a_number():
     x, eps = torch.randn(4, 64), numpy.float32(0.5)
     compiled = torch.compile(lambda x: ops.rms_norm(x, eps=eps) + 1, backend="aot_eager")
     torch.testing.assert_close(compiled(x), ops.rms_norm(x, eps=0.5) + 1)
+
+
+def test_behind_a_broken_graph_the_engine_is_not_traced():
+    """The call that broke it is left to Python, and what is around it is compiled."""
+    numpy = pytest.importorskip("numpy")
+    (x, weight), eps, graphs = _inputs(), numpy.float32(0.5), []
+
+    def broken(x, weight):
+        return ops.rms_norm(x * 2, weight, eps=eps) + 1
+
+    def seen(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.utils.warn_once_cache.clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = torch.compile(broken, backend=seen)(x, weight)
+    assert not [each for each in told if "lru_cache" in str(each.message)]
+    assert graphs == [["<built-in function mul>"], ["<built-in function add>"]]
+    torch.testing.assert_close(found, broken(x, weight))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rms_norm: Dynamo takes NumPy's numbers for tensors"):
+        torch._dynamo.reset()
+        torch.compile(broken, backend=seen, fullgraph=True)(x, weight)
+
+
+def test_an_op_is_compiled_itself():
+    x, weight = _inputs()
+    compiled = torch.compile(ops.rms_norm, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight), ops.rms_norm(x, weight))
 
 
 def test_names_of_the_library_are_not_guarded_and_a_callers_are(monkeypatch):

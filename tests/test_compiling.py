@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tilesmith
-from optimize_models import batch, build, ops_everywhere, train  # noqa: F401
+from optimize_models import batch, build, checkpoint_layers, ops_everywhere, train  # noqa: F401
 from tilesmith.models import compiling
 from tilesmith.rewrite import forms
 
@@ -242,7 +242,7 @@ def test_gradient_checkpointing():
     model, inputs = build("llama"), batch("llama")
     wanted = train(model, inputs)
     tilesmith.optimize(model, compile="between")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, use_reentrant=False)
     _same(train(model, inputs, use_cache=False), wanted)
     assert _regions(model).calls == 4, "each block runs again in the backward"
 

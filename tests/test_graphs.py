@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tilesmith
-from optimize_models import batch, build, ops_everywhere, train  # noqa: F401
+from optimize_models import batch, build, checkpoint_layers, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import torch_private
 from tilesmith.models import compiling, graphs
 from tilesmith.rewrite import forms
@@ -316,7 +316,7 @@ def test_a_saved_result_that_is_overwritten_is_told_by_autograd():
 def test_gradient_checkpointing(reentrant):
     model = build("llama")
     tilesmith.optimize(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_layers(model, use_reentrant=reentrant)
     inputs = batch("llama")
     wanted = train(model, inputs, use_cache=False)
     tilesmith.optimize(model, graphs=True)
@@ -337,7 +337,7 @@ def test_checkpointing_that_draws_is_refused():
         layer.mlp.register_module("drop", nn.Dropout(0.5))
         layer.mlp.act_fn = nn.Sequential(nn.SiLU(), layer.mlp.drop)
     tilesmith.optimize(model, graphs=True, only="norm")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model, use_reentrant=False)
     with pytest.warns(UserWarning, match="LlamaDecoderLayer runs unrecorded: it is checkpointed and draws"):
         for _ in range(3):
             train(model, batch("llama"), use_cache=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilesmith
-from optimize_models import batch, build
+from optimize_models import batch, build, checkpoint_layers
 from tilesmith.engine.backends import triton_missing
 from tilesmith.models import graphs
 
@@ -71,7 +71,7 @@ def test_two_shapes_in_turns():
 
 def test_checkpointing():
     plain = _model()
-    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(plain, use_reentrant=False)
     model = tilesmith.optimize(copy.deepcopy(plain), graphs=True)
     record = _compared(model, plain, use_cache=False)
     assert record.replays == 3 * (6 - graphs.PLAIN_CALLS) and not record.refused, record.told()

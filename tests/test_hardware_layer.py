@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tilesmith
-from optimize_models import build
+from optimize_models import build, checkpoint_layers
 from tilesmith import nn as tnn
 from tilesmith.hardware import HardwareAbstractionLayer, capacity, capacity_of, detect_available_devices
 from tilesmith.hardware.detect import arch_named, assuming
@@ -299,9 +299,8 @@ def test_rules_are_those_that_optimize_uses_by_default():
     assert {"bias", "graphs"} <= {rule for rule, _ in replaced(recorded)}
 
 
-ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the newer name first
 CHANGES = {
-    "checkpointing": lambda m: getattr(m, next(n for n in ENABLE if hasattr(m, n)))(),
+    "checkpointing": checkpoint_layers,
     "fit_sequence": lambda m: tilesmith.fit_sequence(m, 32, tile_tokens=8),
     "rules": tilesmith.optimize,
     "dtype": lambda m: m.bfloat16(),

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilesmith
-from optimize_models import assert_within_budget, build, ops_everywhere, train  # noqa: F401
+from optimize_models import assert_within_budget, build, checkpoint_layers, ops_everywhere, train  # noqa: F401
 from tilesmith import MemoryConfig, fit_sequence, ops
 from tilesmith.models import optimize, undo
-from tilesmith.models.checkpoints import Keep, Keeper, KeptForm, Shelf, checkpointed_layers
+from tilesmith.models.checkpoints import Keep, Keeper, KeptForm, Shelf, checkpointed_layers, switch_of
 from tilesmith.models.layers.tiles import gated_mlps, tiled
 from tilesmith.models.sizing.memory_estimate import LiveBytes
 from tilesmith.models.sizing.sample_inputs import most_tokens
@@ -303,27 +303,21 @@ def test_copies_and_pickles_keep_their_plan():
         assert not any(isinstance(m.__dict__.get("_gradient_checkpointing_func"), Keeper) for m in other.modules())
 
 
-SWITCHES = ("activation_checkpointing_{}able", "gradient_checkpointing_{}able")  # the newer name first
-
-
-def switch(model, on):
-    """Checkpointing on or off, as trainers switch it."""
-    getattr(model, next(n.format(on) for n in SWITCHES if hasattr(model, n.format(on))))()
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_plan_stays_where_a_trainer_switches_checkpointing_on(lora):
     model = made("llama", lora)
     plan = fitted(model, "e4m3")
     wanted, told = train(model, batch()), str(plan)
-    switch(model, "en")
+    checkpoint_layers(model)
     assert_same(train(model, batch()), wanted)
     assert str(plan) == told and "switched off" not in told
-    switch(model, "dis")
-    assert "checkpointing of 2 layers was switched off" in str(plan)
+    checkpoint_layers(model, on=False)
+    assert "checkpointing of 2 layers was switched off" in str(plan) and f"model.{switch_of(model)}() switches" in str(
+        plan
+    )
     found = train(model, batch())[2]
     assert any(not torch.equal(gradient, wanted[2][name]) for name, gradient in found.items())
-    switch(model, "en")
+    checkpoint_layers(model)
     assert_same(train(model, batch()), wanted)
     other = copy.deepcopy(model)
     plan.undo()
@@ -331,7 +325,7 @@ def test_a_plan_stays_where_a_trainer_switches_checkpointing_on(lora):
     assert all(layer.gradient_checkpointing for layer in layers), "what was asked for since"
     assert not any(isinstance(layer._gradient_checkpointing_func, Keeper) for layer in layers)
     assert not any(isinstance(form, KeptForm) for layer in layers for form in forms(layer))
-    switch(other, "en")
+    checkpoint_layers(other)
     assert_same(train(other, batch()), wanted)
 
 

@@ -22,6 +22,7 @@ from optimize_models import (  # noqa: F401
     assert_within_budget,
     batch,
     build,
+    checkpoint_layers,
     ops_everywhere,
     rows_of,
     train,
@@ -172,7 +173,7 @@ def test_attention_weights_of_a_model_within_a_model(family):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_attention_weights_have_their_gradient_under_checkpointing(reentrant):
     def gradients(model):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
         out = model(**batch("llama"), output_attentions=True)
         (out.loss + sum(weights.square().sum() for weights in out.attentions)).backward()

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimize_models import CAUSAL, FAMILIES, OTHERS, Calls, assert_within_budget, batch, build, ops_everywhere, train  # noqa: F401
+from optimize_models import (  # noqa: F401
+    CAUSAL,
+    FAMILIES,
+    OTHERS,
+    Calls,
+    assert_within_budget,
+    batch,
+    build,
+    checkpoint_layers,
+    ops_everywhere,
+    train,
+)
 from tilesmith.models import optimize, undo
 from tilesmith.models.layers.logits import LazyLogits
 
@@ -157,11 +168,11 @@ def test_checkpointing_copies_and_pickles(family):
     model, inputs = optimize(build(family)), batch(family)
     loss, _, gradients = train(model, inputs)
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    model.gradient_checkpointing_enable()
+    checkpoint_layers(model)
     with Calls() as calls:
         again = train(model, inputs)
     assert calls.get("swiglu", calls.get("geglu", calls.get("gelu"))) > 2
-    model.gradient_checkpointing_disable()
+    checkpoint_layers(model, on=False)
     for other in (again, *(train(twin, inputs) for twin in twins)):
         torch.testing.assert_close(other[0], loss)
         torch.testing.assert_close(other[2], gradients)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import tilesmith
-from optimize_models import assert_within_budget, batch, build, ops_everywhere, train  # noqa: F401
+from optimize_models import assert_within_budget, batch, build, checkpoint_layers, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
 from tilesmith.models import sequence
 from tilesmith.models.attention import interface, masks, sdpa
@@ -163,7 +163,7 @@ def test_a_compiled_step_takes_masks_from_outside(family):
 def test_gradient_checkpointing():
     model, inputs = build("llama", attention="tilesmith"), batch("llama", "left")
     wanted = train(model, inputs)
-    model.gradient_checkpointing_enable()
+    checkpoint_layers(model)
     torch.testing.assert_close(train(model, inputs), wanted)
 
 

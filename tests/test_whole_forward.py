@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tilesmith
-from optimize_models import batch, build, ops_everywhere  # noqa: F401
+from optimize_models import batch, build, checkpoint_layers, ops_everywhere  # noqa: F401
 from test_graphs import Operators, Repeater, _recorder  # noqa: F401
 from tilesmith.models import graphs, whole_forward
 from tilesmith.models.attention import masks
@@ -281,7 +281,7 @@ def test_what_is_recorded_by_blocks(how, why, monkeypatch):
         model.model.layers[1].mlp.up_proj.weight.register_post_accumulate_grad_hook(lambda p: None)
     elif how == "checkpoints":
         for each in (model, plain):
-            each.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(each, use_reentrant=False)
     elif how == "attribute":
         embedding = model.model.embed_tokens
         embedding.seen = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine.argument_checks import number
+from tilesmith.engine.tracing import kept
 from tilesmith.ops.attn.block_pattern_reference import LARGEST_SPARSITY, row_budget, row_ends
 
 BLOCK_SIZES = (128, 64, 32, 16)
@@ -37,7 +37,7 @@ def checked_block(of: str, block_size: int | None) -> int | None:
     return block_size
 
 
-@lru_cache(maxsize=128)
+@kept(128)
 def budget(
     tokens: int,
     keys: int,
@@ -60,7 +60,7 @@ def budget(
         return Budget(counts.int(), visible.int(), total, b.seen)
 
 
-@lru_cache(maxsize=128)
+@kept(128)
 def fitting_block(tokens: int, keys: int, causal: bool, sparsity: float) -> int:
     """The largest block size of which a row keeps three on average, else the smallest."""
     for size in BLOCK_SIZES:

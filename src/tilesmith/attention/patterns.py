@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from tilesmith import ops
 from tilesmith.attention.budget import checked_sparsity
 from tilesmith.engine.argument_checks import flag, located, size
+from tilesmith.engine.tracing import kept
 from tilesmith.ops.attn.mask import Blocks
 
 
@@ -78,7 +78,7 @@ def pattern_blocks(
         return _blocks(pattern, tokens, keys, sparsity, heads, block_size, causal, seed, located(of, "device", device))
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _blocks(
     pattern: SparsePattern, tokens: int, keys: int, sparsity: float, heads: int, block: int, causal: bool, seed: int,
     device: torch.device,
@@ -90,7 +90,7 @@ def _blocks(
     return Blocks(offsets, indices, block, block, offsets_t, indices_t)
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _seed(seed: int, device: torch.device) -> Tensor:
     """The seed where kernels read it: writing it would be a launch of its own."""
     return torch.full((1,), seed, dtype=torch.int64, device=device)

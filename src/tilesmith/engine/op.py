@@ -198,6 +198,7 @@ class Op:
 
     # calls --------------------------------------------------------------------------------------------------------
 
+    @torch_private.traced_in_its_caller
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.parameters):
             try:
@@ -235,8 +236,8 @@ class Op:
     def _traced(self, args: tuple) -> Any:
         """A call under torch.compile or torch.export."""
         name = self.name
-        if any(type(a).__module__ == "numpy" for a in args):  # Dynamo takes NumPy's numbers for tensors
-            self.check(*args)
+        if any(type(a).__module__ == "numpy" for a in args):
+            torch._dynamo.graph_break(f"{name}: Dynamo takes NumPy's numbers for tensors; pass int(x) or float(x)")
         if self.autocast:  # before the check, as in eager mode: it also makes two dtypes one
             args = self._autocast(args)
         torch._dynamo.comptime.comptime(tracing.check, lambda: self.check(*args))

@@ -34,6 +34,9 @@ NAMES = {
     "torch._C._is_any_autocast_enabled": "each kind of device is asked for autocast",
     "torch._C._dynamo.guards._empty_strided_cuda": "replays allocate through the dispatcher",
     "torch._C._dynamo.guards._reinterpret_tensor": "replays make views through the dispatcher",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "behind a broken graph, Dynamo traces the engine too",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": "behind a broken graph, Dynamo traces the engine too",
+    "torch._C._dynamo.eval_frame._FrameAction": "behind a broken graph, Dynamo traces the engine too",
     "torch._C._cuda_getDevice": "the current device is asked for by the public function, which is slower",
     "torch._C._cuda_getCurrentRawStream": "the current stream is asked for by the public function, which is slower",
     "torch._C._current_graph_task_id": "pins of a backward are those that its thread was left with",
@@ -154,6 +157,20 @@ def constant_in_graphs(fn: _Fn) -> _Fn:
     Dynamo reads the attribute when it meets the function; a PyTorch that does not would trace into it instead.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+_set_strategy, _strategy, _actions = (
+    _get(f"torch._C._dynamo.eval_frame.{name}")
+    for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+)
+
+
+def traced_in_its_caller(fn: _Fn) -> _Fn:
+    """Have Dynamo trace `fn` where a frame that it traces calls it, but not where Python does, as it does behind a
+    broken graph: nor then what `fn` calls."""
+    if _set_strategy is not None and _strategy is not None and _actions is not None:
+        _set_strategy(fn.__code__, _strategy(_actions.SKIP, _actions.SKIP))
     return fn
 
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
 
 from tilesmith.engine.registry import DECLARED
 
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -29,6 +33,22 @@ def check(context: Any) -> None:
         op.check(*(_known(a) for a in args.items))
     except Exception as problem:
         context.graph_break(f"{type(problem).__name__}: {problem}")
+
+
+def kept(most: int) -> Callable[[_Fn], _Fn]:
+    """`functools.lru_cache` of `most` results for a function of tensors that torch.compile may meet: it traces the
+    function itself, since a graph makes its tensors anew at each call."""
+
+    def keep(fn: _Fn) -> _Fn:
+        known = functools.lru_cache(maxsize=most)(fn)
+
+        @functools.wraps(fn)
+        def call(*args: Any) -> Any:
+            return fn(*args) if torch.compiler.is_compiling() else known(*args)
+
+        return call
+
+    return keep
 
 
 def module_of(context: Any, name: str) -> Any:

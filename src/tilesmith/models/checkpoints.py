@@ -207,6 +207,13 @@ def _unpacked(kept: Any) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.get()
 
 
+def switch_of(model: nn.Module) -> str | None:
+    """The method that switches checkpointing of a transformers model on: activation_checkpointing_enable since 5.23,
+    where gradient_checkpointing_enable warns. None where the model has neither."""
+    names = (f"{kind}_checkpointing_enable" for kind in ("activation", "gradient"))
+    return next((name for name in names if hasattr(model, name)), None)
+
+
 def checkpointed_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a transformers model that can be checkpointed, by name, outermost, in order."""
     found: dict[str, nn.Module] = {}

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from tilesmith.engine.memory import MemoryConfig
 from tilesmith.engine.memory import human_size as shown
 from tilesmith.engine.timing import EVENTS
+from tilesmith.models.checkpoints import switch_of
 from tilesmith.models.layers.losses import HeadForm
 from tilesmith.models.sizing.memory_estimate import LiveBytes, local
 from tilesmith.rewrite import forms, original_class
@@ -293,9 +294,8 @@ def _reductions(
     repeated, count = _repeated(modules)
     if repeated:
         saves = repeated - repeated // max(1, _tensors_of_a_layer(modules))
-        how = "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)"
-        switches = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # the newer name first
-        how = next((f"model.{name}()" for name in switches if hasattr(model, name)), how)
+        switch = switch_of(model)
+        how = f"model.{switch}()" if switch else "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)"
         found.append(Reduction(f"checkpointing of {count} layers", saves, "one more forward of them", how))
     if repeated and not on_cpu:
         how = "with torch.autograd.graph.save_on_cpu(pin_memory=True): ... round the forward"

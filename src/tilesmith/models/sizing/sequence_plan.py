@@ -24,6 +24,7 @@ from tilesmith.models.checkpoints import (
     detach,
     is_attached,
     stacks_of,
+    switch_of,
 )
 from tilesmith.models.layers.tiles import TILE, TiledForm, gated_mlps, is_tiled
 from tilesmith.models.sizing.layer_costs import captured, kinds_of, layer_line, refuse_positions, tile_of
@@ -99,7 +100,7 @@ class SequencePlan:
         told = []
         off = sum(not layer.gradient_checkpointing for layer in layers)
         if off:
-            how = "model.gradient_checkpointing_enable() switches it on, and the plan holds"
+            how = f"model.{switch_of(self._model)}() switches it on, and the plan holds"
             told.append(f"  checkpointing of {off} layers was switched off, so their activations are kept: {how}")
         if not all(layer.training for layer in layers):
             told.append("  the model is in evaluation mode, in which no layer is checkpointed: call model.train()")
