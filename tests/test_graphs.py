@@ -602,6 +602,34 @@ def test_a_hooked_module_that_is_removed_keeps_nothing_from_recording(monkeypatc
     assert _record(model).recorded == 1
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_hooks_on_gradients_of_parameters_are_called_once_a_backward(together, monkeypatch):
+    """Also those that were there when the backward was recorded."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    if not together:
+        monkeypatch.setattr(graphs, "one_by_one", lambda links: "a test asks for it")
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    called = {model: 0, plain: 0}
+    handles = []
+    for each in (model, plain):
+
+        def doubled(gradient, each=each):
+            called[each] += 1
+            return 2 * gradient
+
+        handles.append(each.blocks[1].linear.weight.register_hook(doubled))
+    for _ in range(5):
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert called == {model: 5, plain: 5} and _record(model).replays == 9
+    for handle in handles:
+        handle.remove()
+    _step(model, x), _step(plain, x)
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert called == {model: 5, plain: 5} and _record(model).replays == 12
+
+
 def test_a_recorder_that_fails_is_told_and_the_block_runs(monkeypatch):
     monkeypatch.setattr(Repeater, "failing", "operation not permitted when stream is capturing\nmore")
     model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,10 +98,11 @@ class Recorded:
         self._outs: list[Tensor] = []
         self._parts: list[tuple[Any, int, int]] = []  # what each link returns, and where its tensors are in `results`
         self._d_results: list[Tensor | None] = []
-        self._warm_up()
         recorder = memory.recorder
-        self._forward, self.results = recorder.record(self._run_forward)
-        self._backward, gradients = recorder.record(self._run_backward)
+        with _without_hooks(self._parameters):
+            self._warm_up()
+            self._forward, self.results = recorder.record(self._run_forward)
+            self._backward, gradients = recorder.record(self._run_backward)
         self._gradients = _by_dtype(gradients)
         memory.count += 1
         self.number = memory.count
@@ -344,6 +345,20 @@ class _Replay(torch.autograd.Function):
 
 # Function.apply would first look for wrappers of torch.func, under which no recording serves (`observer`).
 _apply = super(torch.autograd.Function, _Replay).apply
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, hooks on the gradients of parameters are not called. autograd.grad calls them, and they are called again
+    when a replay hands its gradients to autograd."""
+    held = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    for parameter, _ in held:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in held:
+            parameter._backward_hooks = hooks
 
 
 @contextlib.contextmanager
