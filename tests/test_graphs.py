@@ -263,6 +263,81 @@ def test_what_awaits_its_backward_is_not_overwritten():
     assert _record(model).replays == replays + 6, "so has an output that nobody holds any more"
 
 
+def test_two_shapes_whose_backwards_run_in_the_order_of_their_forwards():
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    for _ in range(5):
+        short, long = torch.randn(2, 8), torch.randn(3, 8)
+        for each in (model, plain):
+            losses = [each(x).square().sum() for x in (short, long)]
+            for loss in losses:
+                loss.backward()
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 9 and _record(model).plain[AWAITS] == 9
+
+
+@pytest.mark.parametrize("setting", ["precision", "dtype"])
+def test_settings_of_torch_are_recorded_by_themselves(setting):
+    """Which cores multiply, and what new tensors are, is in a graph."""
+    model = tilesmith.optimize(_stack(), graphs=True)
+    x = torch.randn(2, 8)
+    _step(_warmed(model, x), x)
+    replays, before = _record(model).replays, torch.get_float32_matmul_precision()
+    try:
+        if setting == "dtype":
+            torch.set_default_dtype(torch.float64)
+        else:
+            torch.set_float32_matmul_precision("high")
+        _step(model, x)
+        assert _record(model).replays == replays
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision(before)
+    _step(model, x)
+    assert _record(model).replays == replays + 3
+
+
+@pytest.mark.parametrize("how", ["data", "memory", "numpy"])
+def test_arguments_that_are_written_without_telling_autograd(how, monkeypatch):
+    """As collectives and kernels of others do: what blocks are given is copied anew in each forward."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    scale = torch.ones(8)
+    for _ in range(5):
+        x, new = torch.randn(2, 8), torch.randn(8)
+        if how == "data":
+            scale.data.copy_(new)
+        elif how == "memory":
+            scale.data = new
+        else:
+            scale.numpy()[:] = new.numpy()
+        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 9
+
+
+class Shifted(Block):
+    def forward(self, x, shift=None):
+        return super().forward(x) + shift
+
+
+def test_arguments_made_in_inference_mode():
+    """Such tensors have no version."""
+    models = []
+    for _ in range(2):
+        model = _stack()
+        torch.manual_seed(0)
+        model.blocks = nn.ModuleList(Shifted() for _ in range(3))
+        models.append(model)
+    model, plain = tilesmith.optimize(models[0], graphs=True), models[1]
+    for _ in range(5):
+        x = torch.randn(2, 8)
+        with torch.inference_mode():
+            shift = torch.randn(8)
+        torch.testing.assert_close(_step(model, x, shift), _step(plain, x, shift))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 9
+
+
 def test_a_second_backward_of_one_forward():
     model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
     x = torch.randn(2, 8)
@@ -492,6 +567,101 @@ def test_a_changed_configuration_is_noticed():
         x = torch.randn(2, 8)
         torch.testing.assert_close(_step(model, x), _step(plain, x))
     assert _record(model).renewed == 1 and _record(model).replays == 9
+
+
+class Attributed(Block):
+    """Computes by attributes of many kinds, its own, its class's and those of records."""
+
+    sharpness = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.cap, self.dtype, self.factor = None, torch.float64, torch.ones(())
+        self.nested, self.mixed, self.chosen = {"a": [1.0]}, [None, 1.0], {1.0}
+        self.settings = types.SimpleNamespace(factor=1.0)
+        self.config = types.SimpleNamespace(cap=None, rope={"a": {"factor": 1.0}}, text=types.SimpleNamespace(f=1.0))
+
+    def forward(self, x):
+        y = self.linear(x).to(self.dtype).to(x.dtype) * self.factor * self.nested["a"][0] * self.mixed[1]
+        y = y * max(self.chosen) * self.settings.factor * self.sharpness
+        y = y * self.config.rope["a"]["factor"] * self.config.text.f
+        return y * (self.cap or 1.0) * (self.config.cap or 1.0) * getattr(self, "mask", 1.0)
+
+
+class Around(Block):
+    """A block whose attributes are those of a module inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = Attributed()
+
+    def forward(self, x, scale=None):
+        return x + self.inside(super().forward(x))
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+CHANGES = {
+    "None to a number": lambda m: setattr(m, "cap", 3.0),
+    "dtype": lambda m: setattr(m, "dtype", torch.bfloat16),
+    "tensor": lambda m: setattr(m, "factor", torch.full((), 3.0)),
+    "memory of a tensor": lambda m: setattr(m.factor, "data", torch.full((), 3.0)),
+    "list in a dict": lambda m: m.nested["a"].__setitem__(0, 3.0),
+    "list with None": lambda m: m.mixed.__setitem__(1, 3.0),
+    "set": lambda m: m.chosen.add(3.0),
+    "namespace": lambda m: setattr(m.settings, "factor", 3.0),
+    "one that hides the class's": lambda m: setattr(m, "sharpness", 3.0),
+    "None in the configuration": lambda m: setattr(m.config, "cap", 3.0),
+    "dict in the configuration": lambda m: m.config.rope["a"].update(factor=3.0),
+    "configuration within": lambda m: setattr(m.config.text, "f", 3.0),
+    "configuration": lambda m: setattr(m, "config", types.SimpleNamespace(**vars(m.config) | {"cap": 3.0})),
+    "first buffer": lambda m: m.register_buffer("mask", torch.full((8,), 3.0)),
+    "class": lambda m: setattr(m.linear, "__class__", Twice),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_attributes_of_each_kind_are_noticed(change, monkeypatch):
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    pair = []
+    for _ in range(2):
+        model = _stack()
+        model.blocks = nn.ModuleList(Around() for _ in range(3))
+        pair.append(model.double())
+    pair[1].load_state_dict(pair[0].state_dict())
+    model, plain = tilesmith.optimize(pair[0], graphs=True), pair[1]
+    for number in range(7):
+        if number == 4:
+            for each in pair:
+                CHANGES[change](each.blocks[1].inside)
+                each.zero_grad()
+        x = torch.randn(2, 8, dtype=torch.float64)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).renewed == 1 and _record(model).replays == 9
+
+
+class Stashing(Block):
+    """Leaves a loss for whoever asks for it, as some experts do."""
+
+    def forward(self, x, scale=None):
+        y = super().forward(x, scale)
+        self.loss = y.detach().square().mean()
+        return y
+
+
+def test_a_block_that_leaves_a_tensor_on_itself_is_refused():
+    model = _stack()
+    model.blocks = nn.ModuleList(Stashing() for _ in range(3))
+    tilesmith.optimize(model, graphs=True)
+    with pytest.warns(UserWarning, match="Stashing runs unrecorded: its forward changes modules or their attributes"):
+        for _ in range(4):
+            y = _step(model, torch.randn(2, 8))
+            torch.testing.assert_close(model.blocks[2].loss, y.square().mean())
+    assert _record(model).replays == 0
 
 
 @pytest.mark.parametrize(

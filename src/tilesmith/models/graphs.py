@@ -274,6 +274,8 @@ class Graphs:
         if entry is not None and entry.stale():
             self._drop(entry, renew=True)
             self.renewed, entry = self.renewed + 1, None
+        if known.awaited(entry):
+            return None, _AWAITS
         if entry is None:
             whole = known.parts.get(call.key)
             if whole is not None and whole.ticket is not None:
@@ -369,6 +371,12 @@ class _Block:
         """A reason that was found before and holds for each call of a model around blocks; "" if none does."""
         holds = self.lasting is not None and self.lasting[1]()
         return self.lasting[0] if holds else self.hooked(model) if self.watched else ""
+
+    def awaited(self, entry: Recorded | None) -> bool:
+        """Whether a forward of the block by another recording than `entry` awaits its backward, which would compute
+        where activations of `entry` lie if it came first."""
+        others = (*self.recorded.values(), *self.parts.values())
+        return any(other is not entry and other.awaited for other in others)
 
     def full(self) -> bool:
         """Whether no further shape is recorded."""

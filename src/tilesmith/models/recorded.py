@@ -93,6 +93,7 @@ class Recorded:
         with torch.no_grad():
             for leaf in leaves:
                 self._take(leaf)
+        self._read = [0] * len(self._slots)  # of each slot, the fill that the last replay read
         self._wanted = [x for x in self._inputs if x.requires_grad]
         self._homes = [0] * len(self._wanted) + list(homes.values())
         self._outs: list[Tensor] = []
@@ -216,13 +217,18 @@ class Recorded:
             return True
         if max(waiting) >= self.number:
             return False
-        for slot, buffer, leaf in zip(self._slots, self._inputs, leaves):
-            if slot is None and buffer.data_ptr() != leaf.data_ptr():
-                if any(buffer.data_ptr() == t.data_ptr() for r in waiting.values() for t in r.results):
+        for place, (slot, buffer, leaf) in enumerate(zip(self._slots, self._inputs, leaves)):
+            if slot is None:
+                own = buffer.data_ptr()
+                if own != leaf.data_ptr() and any(own == t.data_ptr() for r in waiting.values() for t in r.results):
                     return False
-            elif slot is not None and not slot.holds(leaf) and any(slot in r._slots for r in waiting.values()):
+            elif self._is_old(place, slot, leaf) and any(slot in r._slots for r in waiting.values()):
                 return False
         return True
+
+    def _is_old(self, place: int, slot: Slot, leaf: Tensor) -> bool:
+        """Whether a slot has to be filled for a replay."""
+        return self._read[place] == slot.fills or not slot.holds(leaf)
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
@@ -247,13 +253,20 @@ class Recorded:
         """The last replay, unless nobody holds its results any more."""
         return None if self._ticket is None else self._ticket()
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a forward by it awaits its backward."""
+        return self.number in self.memory.waiting
+
     def replay_forward(self, leaves: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
-        for slot, buffer, leaf in zip(self._slots, self._inputs, leaves):
+        for place, (slot, buffer, leaf) in enumerate(zip(self._slots, self._inputs, leaves)):
             if slot is None:
                 if buffer.data_ptr() != leaf.data_ptr():
                     buffer.detach().copy_(leaf)
-            elif not slot.holds(leaf):
+                continue
+            if self._is_old(place, slot, leaf):
                 slot.fill(leaf)
+            self._read[place] = slot.fills
         ticket, waiting, number = Ticket(), self.memory.waiting, self.number
         waiting[number] = self
         self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
