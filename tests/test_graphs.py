@@ -377,14 +377,71 @@ def test_a_backward_out_of_order_raises():
         result.sum().backward()
 
 
-def test_a_saved_result_that_is_overwritten_is_told_by_autograd():
-    model = tilesmith.optimize(_stack(), graphs=True)
-    _warmed(model, torch.randn(2, 8))
+@pytest.mark.parametrize("how", ["detached", "whole", "view", "saved"])
+@pytest.mark.parametrize("together", [True, False])
+def test_results_that_are_kept_are_not_overwritten(how, together, monkeypatch):
+    """By a list of hidden states, or by an operation beside that saved one for its gradient."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    if not together:
+        monkeypatch.setattr(graphs, "one_by_one", lambda links: "a test asks for it")
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
     weight = torch.randn(8, requires_grad=True)
-    aside = (model(torch.randn(2, 8)).detach() * weight).sum()
-    model(torch.randn(2, 8))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        aside.backward()
+    keep = {
+        "detached": torch.Tensor.detach,
+        "whole": lambda y: y,
+        "view": lambda y: y.detach()[:, 1:],
+        "saved": lambda y: y.detach() * weight,
+    }[how]
+    kept = {model: [], plain: []}
+    for _ in range(8):
+        x = torch.randn(2, 8)
+        for each, held in kept.items():
+            y = each(x)
+            y.square().sum().backward()
+            held.append(keep(y))
+            del y
+    torch.testing.assert_close(kept[model], kept[plain])
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    if how == "saved":
+        found, wanted = (torch.autograd.grad(sum(y.sum() for y in held), weight) for held in kept.values())
+        torch.testing.assert_close(found, wanted)
+    assert _record(model).copied == 1 and _record(model).replays == 18
+    assert "All recorded anew because results were kept, which are copied since: 1 times" in _record(model).told()
+
+
+def test_results_that_are_let_go_are_not_copied():
+    model = tilesmith.optimize(_stack(), graphs=True)
+    for _ in range(6):
+        y = model(torch.randn(2, 8))
+        loss = y.square().sum()
+        del y
+        loss.backward()  # the loss is still there in the next step
+    assert _record(model).replays == 12 and not _record(model).copied
+
+
+def test_an_argument_that_is_returned_and_kept():
+    class Handing(Block):
+        def forward(self, x, scale=None):
+            return super().forward(x, scale), scale
+
+    class Hands(Stack):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Handing() for _ in range(3))
+
+        def forward(self, x, scale=None):
+            for block in self.blocks:
+                x, scale = block(x, scale)
+            kept.append(scale)
+            return x
+
+    kept = []
+    model, given = tilesmith.optimize(Hands(), graphs=True), [torch.randn(8) for _ in range(6)]
+    for scale in given:
+        _step(model, torch.randn(2, 8), scale)
+    torch.testing.assert_close(kept, given)
+    assert _record(model).replays == 12
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

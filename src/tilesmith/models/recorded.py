@@ -70,18 +70,20 @@ class Recorded:
     """Forward and backward of blocks, each `Link` behind the one before, for arguments of the first like `leaves`;
     recorded when this is made. calls: how many calls of blocks a replay serves.
 
+    copied: places of results that each replay hands out as copies, since somebody kept them beyond the next replay.
     repeats: the backward runs the forward again, so nothing but the arguments is kept between the two (checkpointing).
     Raises CannotRecord, or what the recorder or a block raises.
     """
 
-    def __init__(self, memory: Memory, links: Sequence[Link], leaves: list[Tensor], repeats: bool):
+    def __init__(
+        self, memory: Memory, links: Sequence[Link], leaves: list[Tensor], repeats: bool, copied: Collection[int] = ()
+    ):
         self.memory, self.links, self._repeats = memory, tuple(links), repeats
         self.calls = len(links)
         self._device = leaves[0].device
         if any(leaf.device != self._device for leaf in leaves):
             raise CannotRecord("it is given tensors of several devices")
         self._ticket: weakref.ref[Ticket] | None = None
-        self._copied = self.links[0].copied
         self._source = Fingerprint(dict.fromkeys(map(_block, self.links)))
         homes: dict[Tensor, int] = {}  # of each parameter, the first link that has it
         for place, link in enumerate(self.links):
@@ -105,6 +107,8 @@ class Recorded:
             self._forward, self.results = recorder.record(self._run_forward)
             self._backward, gradients = recorder.record(self._run_backward)
         self._gradients = _by_dtype(gradients)
+        every = self.links[0].copied
+        self._handed = [None if every or place in copied else _handed(t) for place, t in enumerate(self.results)]
         memory.count += 1
         self.number = memory.count
         memory.recordings.add(self)
@@ -253,6 +257,17 @@ class Recorded:
         """The last replay, unless nobody holds its results any more."""
         return None if self._ticket is None else self._ticket()
 
+    def kept(self) -> set[int]:
+        """The places of results of earlier replays that somebody still has, and that the next one overwrites."""
+        return {place for place, memory in enumerate(self._handed) if memory is not None and memory.kept()}
+
+    def overwrites(self) -> bool:
+        """Whether a replay overwrites results that somebody still has: its own, or, as the first of a forward, those of
+        recordings made later, which may lie where it computes."""
+        if self.memory.waiting:
+            return bool(self.kept())
+        return any(other.number >= self.number and other.kept() for other in self.memory.recordings)
+
     @property
     def awaited(self) -> bool:
         """Whether a forward by it awaits its backward."""
@@ -270,13 +285,8 @@ class Recorded:
         ticket, waiting, number = Ticket(), self.memory.waiting, self.number
         waiting[number] = self
         self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
-        if self._copied:
-            self._forward()
-            return ticket, [result.clone() for result in self.results]
-        for result in self.results:  # whoever saved the last replay's result for a gradient is told by autograd
-            torch.autograd.graph.increment_version(result)
         self._forward()
-        return ticket, [result.detach() for result in self.results]
+        return ticket, [r.clone() if memory is None else memory.out() for r, memory in zip(self.results, self._handed)]
 
     def replay_backward(self, ticket: Ticket, d_results: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         if ticket.spoiled or self.ticket is not ticket:
@@ -326,6 +336,14 @@ def _trained(link: Link) -> list[nn.Parameter]:
 def watched(tensor: Tensor | None) -> bool:
     """Whether somebody is told the gradient of a tensor."""
     return tensor is not None and bool(tensor._backward_hooks or tensor.retains_grad)
+
+
+def _handed(result: Tensor) -> torch_private.Handed | None:
+    """What hands out the memory of a result; None where it cannot be told who keeps it."""
+    try:
+        return torch_private.Handed(result)
+    except (RuntimeError, BufferError):
+        return None
 
 
 def _by_dtype(tensors: list[Tensor | None]) -> list[tuple[list[int], list[Tensor]]]:
