@@ -302,8 +302,8 @@ def test_arguments_that_are_written_without_telling_autograd(how, monkeypatch):
     monkeypatch.setattr(graphs, "RECORDER", Operators)
     model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
     scale = torch.ones(8)
-    for _ in range(5):
-        x, new = torch.randn(2, 8), torch.randn(8)
+    for number in range(10):
+        x, new = torch.randn(2 + number % 2, 8), torch.randn(8)
         if how == "data":
             scale.data.copy_(new)
         elif how == "memory":
@@ -312,7 +312,7 @@ def test_arguments_that_are_written_without_telling_autograd(how, monkeypatch):
             scale.numpy()[:] = new.numpy()
         torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
     torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).replays == 9
+    assert _record(model).replays == 18
 
 
 class Shifted(Block):
@@ -699,6 +699,30 @@ def test_attributes_of_each_kind_are_noticed(change, monkeypatch):
         torch.testing.assert_close(_step(model, x), _step(plain, x))
         torch.testing.assert_close(_gradients(model), _gradients(plain))
     assert _record(model).renewed == 1 and _record(model).replays == 9
+
+
+class Advancing(Block):
+    def forward(self, x, place=None):
+        place.add_(1)
+        return super().forward(x) + place
+
+
+def test_a_block_that_writes_to_what_it_is_given_is_refused():
+    """A replay would write to a copy."""
+    models = []
+    for _ in range(2):
+        model = _stack()
+        torch.manual_seed(0)
+        model.blocks = nn.ModuleList(Advancing() for _ in range(3))
+        models.append(model)
+    model, plain = tilesmith.optimize(models[0], graphs=True), models[1]
+    places = torch.zeros(8), torch.zeros(8)
+    with pytest.warns(UserWarning, match="Advancing runs unrecorded: its forward writes to what it is given"):
+        for _ in range(4):
+            x = torch.randn(2, 8)
+            torch.testing.assert_close(_step(model, x, places[0]), _step(plain, x, places[1]))
+            assert torch.equal(*places)
+    assert _record(model).replays == 0
 
 
 class Stashing(Block):

@@ -129,11 +129,7 @@ def _is_record(value: Any) -> bool:
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
     """The attributes of an object as they are now, for a comparison with what they are later."""
-    return {
-        name: _snapshot(value)
-        for name, value in holder.items()
-        if name not in _IGNORED and not _is_ours(name)
-    }
+    return {name: _snapshot(value) for name, value in holder.items() if name not in _IGNORED and not _is_ours(name)}
 
 
 def _is_ours(name: str) -> bool:

@@ -134,8 +134,8 @@ class Recorded:
     def _warm_up(self) -> None:
         """Run each link by itself, forward and backward, so that libraries have set themselves up."""
         recorder, device = self.memory.recorder, self._device
-        buffers = [buffer for link in self.links for buffer in _block(link).buffers()]
-        versions = [b._version for b in buffers]
+        counted = _counted([buffer for link in self.links for buffer in _block(link).buffers()])
+        given = _counted(self._inputs)
         before, returned = recorder.random_state(device), []
         python, host = random.getstate(), torch.get_rng_state()
         drawn = False
@@ -153,8 +153,10 @@ class Recorded:
             recorder.restore(device, before)
         if drawn:  # by which it may decide what to run
             raise CannotRecord("its forward draws random numbers on the host")
-        if versions != [b._version for b in buffers]:
+        if any(tensor._version != version for tensor, version in counted):
             raise CannotRecord("its forward writes to a buffer")
+        if any(tensor._version != version for tensor, version in given):
+            raise CannotRecord("its forward writes to what it is given")
         self._needs = [d is not None for d in self._d_results]
 
     def _refuse_draws(self) -> None:
@@ -231,8 +233,8 @@ class Recorded:
         return True
 
     def _is_old(self, place: int, slot: Slot, leaf: Tensor) -> bool:
-        """Whether a slot has to be filled for a replay."""
-        return self._read[place] == slot.fills or not slot.holds(leaf)
+        """Whether a slot has to be filled for a replay: always by the first one of a forward."""
+        return not self.memory.waiting or self._read[place] == slot.fills or not slot.holds(leaf)
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
@@ -336,6 +338,11 @@ def _trained(link: Link) -> list[nn.Parameter]:
 def watched(tensor: Tensor | None) -> bool:
     """Whether somebody is told the gradient of a tensor."""
     return tensor is not None and bool(tensor._backward_hooks or tensor.retains_grad)
+
+
+def _counted(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Tensors with how often each was written, without those made in inference mode, which do not count."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def _handed(result: Tensor) -> torch_private.Handed | None:
