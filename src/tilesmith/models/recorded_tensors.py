@@ -23,8 +23,8 @@ class Identity:
 class Slot:
     """A buffer for a tensor that several blocks are given, such as the angles of a rotation: filled once for all.
 
-    fills: how often it was filled. Each forward fills it again, since the tensor may have been written without a word to
-    autograd, as collectives and kernels do. A recording that meets the fill that it read before is in a later forward.
+    fills: how often it was filled. Each forward fills it again, since the tensor may have been written without a word
+    to autograd, as collectives and kernels do: a recording that meets the fill that it read before is in a later one.
     """
 
     def __init__(self, source: Tensor):
