@@ -263,6 +263,81 @@ def test_what_awaits_its_backward_is_not_overwritten():
     assert _record(model).replays == replays + 6, "so has an output that nobody holds any more"
 
 
+def test_two_shapes_whose_backwards_run_in_the_order_of_their_forwards():
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    for _ in range(5):
+        short, long = torch.randn(2, 8), torch.randn(3, 8)
+        for each in (model, plain):
+            losses = [each(x).square().sum() for x in (short, long)]
+            for loss in losses:
+                loss.backward()
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 9 and _record(model).plain[AWAITS] == 9
+
+
+@pytest.mark.parametrize("setting", ["precision", "dtype"])
+def test_settings_of_torch_are_recorded_by_themselves(setting):
+    """Which cores multiply, and what new tensors are, is in a graph."""
+    model = tilesmith.optimize(_stack(), graphs=True)
+    x = torch.randn(2, 8)
+    _step(_warmed(model, x), x)
+    replays, before = _record(model).replays, torch.get_float32_matmul_precision()
+    try:
+        if setting == "dtype":
+            torch.set_default_dtype(torch.float64)
+        else:
+            torch.set_float32_matmul_precision("high")
+        _step(model, x)
+        assert _record(model).replays == replays
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision(before)
+    _step(model, x)
+    assert _record(model).replays == replays + 3
+
+
+@pytest.mark.parametrize("how", ["data", "memory", "numpy"])
+def test_arguments_that_are_written_without_telling_autograd(how, monkeypatch):
+    """As collectives and kernels of others do: what blocks are given is copied anew in each forward."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    scale = torch.ones(8)
+    for number in range(10):
+        x, new = torch.randn(2 + number % 2, 8), torch.randn(8)
+        if how == "data":
+            scale.data.copy_(new)
+        elif how == "memory":
+            scale.data = new
+        else:
+            scale.numpy()[:] = new.numpy()
+        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 18
+
+
+class Shifted(Block):
+    def forward(self, x, shift=None):
+        return super().forward(x) + shift
+
+
+def test_arguments_made_in_inference_mode():
+    """Such tensors have no version."""
+    models = []
+    for _ in range(2):
+        model = _stack()
+        torch.manual_seed(0)
+        model.blocks = nn.ModuleList(Shifted() for _ in range(3))
+        models.append(model)
+    model, plain = tilesmith.optimize(models[0], graphs=True), models[1]
+    for _ in range(5):
+        x = torch.randn(2, 8)
+        with torch.inference_mode():
+            shift = torch.randn(8)
+        torch.testing.assert_close(_step(model, x, shift), _step(plain, x, shift))
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).replays == 9
+
+
 def test_a_second_backward_of_one_forward():
     model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
     x = torch.randn(2, 8)
@@ -302,14 +377,71 @@ def test_a_backward_out_of_order_raises():
         result.sum().backward()
 
 
-def test_a_saved_result_that_is_overwritten_is_told_by_autograd():
-    model = tilesmith.optimize(_stack(), graphs=True)
-    _warmed(model, torch.randn(2, 8))
+@pytest.mark.parametrize("how", ["detached", "whole", "view", "saved"])
+@pytest.mark.parametrize("together", [True, False])
+def test_results_that_are_kept_are_not_overwritten(how, together, monkeypatch):
+    """By a list of hidden states, or by an operation beside that saved one for its gradient."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    if not together:
+        monkeypatch.setattr(graphs, "one_by_one", lambda links: "a test asks for it")
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
     weight = torch.randn(8, requires_grad=True)
-    aside = (model(torch.randn(2, 8)).detach() * weight).sum()
-    model(torch.randn(2, 8))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        aside.backward()
+    keep = {
+        "detached": torch.Tensor.detach,
+        "whole": lambda y: y,
+        "view": lambda y: y.detach()[:, 1:],
+        "saved": lambda y: y.detach() * weight,
+    }[how]
+    kept = {model: [], plain: []}
+    for _ in range(8):
+        x = torch.randn(2, 8)
+        for each, held in kept.items():
+            y = each(x)
+            y.square().sum().backward()
+            held.append(keep(y))
+            del y
+    torch.testing.assert_close(kept[model], kept[plain])
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    if how == "saved":
+        found, wanted = (torch.autograd.grad(sum(y.sum() for y in held), weight) for held in kept.values())
+        torch.testing.assert_close(found, wanted)
+    assert _record(model).copied == 1 and _record(model).replays == 18
+    assert "All recorded anew because results were kept, which are copied since: 1 times" in _record(model).told()
+
+
+def test_results_that_are_let_go_are_not_copied():
+    model = tilesmith.optimize(_stack(), graphs=True)
+    for _ in range(6):
+        y = model(torch.randn(2, 8))
+        loss = y.square().sum()
+        del y
+        loss.backward()  # the loss is still there in the next step
+    assert _record(model).replays == 12 and not _record(model).copied
+
+
+def test_an_argument_that_is_returned_and_kept():
+    class Handing(Block):
+        def forward(self, x, scale=None):
+            return super().forward(x, scale), scale
+
+    class Hands(Stack):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Handing() for _ in range(3))
+
+        def forward(self, x, scale=None):
+            for block in self.blocks:
+                x, scale = block(x, scale)
+            kept.append(scale)
+            return x
+
+    kept = []
+    model, given = tilesmith.optimize(Hands(), graphs=True), [torch.randn(8) for _ in range(6)]
+    for scale in given:
+        _step(model, torch.randn(2, 8), scale)
+    torch.testing.assert_close(kept, given)
+    assert _record(model).replays == 12
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -494,6 +626,125 @@ def test_a_changed_configuration_is_noticed():
     assert _record(model).renewed == 1 and _record(model).replays == 9
 
 
+class Attributed(Block):
+    """Computes by attributes of many kinds, its own, its class's and those of records."""
+
+    sharpness = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.cap, self.dtype, self.factor = None, torch.float64, torch.ones(())
+        self.nested, self.mixed, self.chosen = {"a": [1.0]}, [None, 1.0], {1.0}
+        self.settings = types.SimpleNamespace(factor=1.0)
+        self.config = types.SimpleNamespace(cap=None, rope={"a": {"factor": 1.0}}, text=types.SimpleNamespace(f=1.0))
+
+    def forward(self, x):
+        y = self.linear(x).to(self.dtype).to(x.dtype) * self.factor * self.nested["a"][0] * self.mixed[1]
+        y = y * max(self.chosen) * self.settings.factor * self.sharpness
+        y = y * self.config.rope["a"]["factor"] * self.config.text.f
+        return y * (self.cap or 1.0) * (self.config.cap or 1.0) * getattr(self, "mask", 1.0)
+
+
+class Around(Block):
+    """A block whose attributes are those of a module inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = Attributed()
+
+    def forward(self, x, scale=None):
+        return x + self.inside(super().forward(x))
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+CHANGES = {
+    "None to a number": lambda m: setattr(m, "cap", 3.0),
+    "dtype": lambda m: setattr(m, "dtype", torch.bfloat16),
+    "tensor": lambda m: setattr(m, "factor", torch.full((), 3.0)),
+    "memory of a tensor": lambda m: setattr(m.factor, "data", torch.full((), 3.0)),
+    "list in a dict": lambda m: m.nested["a"].__setitem__(0, 3.0),
+    "list with None": lambda m: m.mixed.__setitem__(1, 3.0),
+    "set": lambda m: m.chosen.add(3.0),
+    "namespace": lambda m: setattr(m.settings, "factor", 3.0),
+    "one that hides the class's": lambda m: setattr(m, "sharpness", 3.0),
+    "None in the configuration": lambda m: setattr(m.config, "cap", 3.0),
+    "dict in the configuration": lambda m: m.config.rope["a"].update(factor=3.0),
+    "configuration within": lambda m: setattr(m.config.text, "f", 3.0),
+    "configuration": lambda m: setattr(m, "config", types.SimpleNamespace(**vars(m.config) | {"cap": 3.0})),
+    "first buffer": lambda m: m.register_buffer("mask", torch.full((8,), 3.0)),
+    "class": lambda m: setattr(m.linear, "__class__", Twice),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_attributes_of_each_kind_are_noticed(change, monkeypatch):
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    pair = []
+    for _ in range(2):
+        model = _stack()
+        model.blocks = nn.ModuleList(Around() for _ in range(3))
+        pair.append(model.double())
+    pair[1].load_state_dict(pair[0].state_dict())
+    model, plain = tilesmith.optimize(pair[0], graphs=True), pair[1]
+    for number in range(7):
+        if number == 4:
+            for each in pair:
+                CHANGES[change](each.blocks[1].inside)
+                each.zero_grad()
+        x = torch.randn(2, 8, dtype=torch.float64)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert _record(model).renewed == 1 and _record(model).replays == 9
+
+
+class Advancing(Block):
+    def forward(self, x, place=None):
+        place.add_(1)
+        return super().forward(x) + place
+
+
+def test_a_block_that_writes_to_what_it_is_given_is_refused():
+    """A replay would write to a copy."""
+    models = []
+    for _ in range(2):
+        model = _stack()
+        torch.manual_seed(0)
+        model.blocks = nn.ModuleList(Advancing() for _ in range(3))
+        models.append(model)
+    model, plain = tilesmith.optimize(models[0], graphs=True), models[1]
+    places = torch.zeros(8), torch.zeros(8)
+    with pytest.warns(UserWarning, match="Advancing runs unrecorded: its forward writes to what it is given"):
+        for _ in range(4):
+            x = torch.randn(2, 8)
+            torch.testing.assert_close(_step(model, x, places[0]), _step(plain, x, places[1]))
+            assert torch.equal(*places)
+    assert _record(model).replays == 0
+
+
+class Stashing(Block):
+    """Leaves a loss for whoever asks for it, as some experts do."""
+
+    def forward(self, x, scale=None):
+        y = super().forward(x, scale)
+        self.loss = y.detach().square().mean()
+        return y
+
+
+def test_a_block_that_leaves_a_tensor_on_itself_is_refused():
+    model = _stack()
+    model.blocks = nn.ModuleList(Stashing() for _ in range(3))
+    tilesmith.optimize(model, graphs=True)
+    with pytest.warns(UserWarning, match="Stashing runs unrecorded: its forward changes modules or their attributes"):
+        for _ in range(4):
+            y = _step(model, torch.randn(2, 8))
+            torch.testing.assert_close(model.blocks[2].loss, y.square().mean())
+    assert _record(model).replays == 0
+
+
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -600,6 +851,34 @@ def test_a_hooked_module_that_is_removed_keeps_nothing_from_recording(monkeypatc
         block.norm = nn.LayerNorm(8)
     _step(model, x)
     assert _record(model).recorded == 1
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_hooks_on_gradients_of_parameters_are_called_once_a_backward(together, monkeypatch):
+    """Also those that were there when the backward was recorded."""
+    monkeypatch.setattr(graphs, "RECORDER", Operators)
+    if not together:
+        monkeypatch.setattr(graphs, "one_by_one", lambda links: "a test asks for it")
+    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    called = {model: 0, plain: 0}
+    handles = []
+    for each in (model, plain):
+
+        def doubled(gradient, each=each):
+            called[each] += 1
+            return 2 * gradient
+
+        handles.append(each.blocks[1].linear.weight.register_hook(doubled))
+    for _ in range(5):
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert called == {model: 5, plain: 5} and _record(model).replays == 9
+    for handle in handles:
+        handle.remove()
+    _step(model, x), _step(plain, x)
+    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    assert called == {model: 5, plain: 5} and _record(model).replays == 12
 
 
 def test_a_recorder_that_fails_is_told_and_the_block_runs(monkeypatch):

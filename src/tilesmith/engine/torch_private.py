@@ -49,6 +49,7 @@ NAMES = {
     "torch.utils._python_dispatch._disable_current_modes": "launchers that number their launches are not replayed; "
     "a model with the experts of this library by name must be called before torch.export",
     "torch.nn.modules.module._has_any_global_hook": "blocks and tokens that were recorded are not replayed",
+    "torch._C._storage_Use_Count": "what CUDA graphs of blocks return is copied by each replay",
     "torch._foreach_mul": "gradients that CUDA graphs compute are copied one by one",
     "torch._addmm_activation": "products with relu or gelu behind them take two calls",
     "torch.cuda._sleep": "timings queue reads of memory in front of what they time",
@@ -273,6 +274,33 @@ sleep: Callable[[int], None] | None = _get("torch.cuda._sleep")
 
 addmm_activation: Callable[..., Tensor] | None = _get("torch._addmm_activation")
 """torch.addmm with relu or gelu behind it, in one call of cuBLASLt."""
+
+
+_use_count = _get("torch._C._storage_Use_Count")
+
+
+class Handed:
+    """The memory of a tensor, handed out as tensors that share no storage with it: so it is known whether one of them,
+    or of what was made of them without a copy, is left."""
+
+    def __init__(self, tensor: Tensor):
+        """Raises RuntimeError or BufferError for a tensor that DLPack does not know."""
+        if _use_count is None:
+            raise RuntimeError("this PyTorch does not tell who uses a storage")
+        plain = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
+        self._tensor = plain.as_strided(tensor.shape, tensor.stride())  # DLPack has strides of its own for sizes of 1
+        self._storage = self._tensor.untyped_storage()
+        self._address = self._storage._cdata
+        del plain
+        self._own = _use_count(self._address)
+
+    def out(self) -> Tensor:
+        """A tensor of that memory."""
+        return self._tensor.detach()
+
+    def kept(self) -> bool:
+        """Whether somebody still has such a tensor."""
+        return _use_count(self._address) > self._own
 
 
 _times = _get("torch._foreach_mul")

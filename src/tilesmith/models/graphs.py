@@ -45,6 +45,7 @@ class Graphs:
     """What the blocks of one model have recorded.
 
     replays: calls served by a recording. seconds: spent recording. renewed: recordings dropped since blocks changed.
+    copied: how often all were, since results were kept, of which copies are handed out since.
     plain: why a block ran as before -> how often. shapes: of these, a reason that has to do with the shape -> the first
     shapes that it met. refused: class -> why its blocks are not recorded. apart: why blocks that follow each other are
     not recorded as one -> how often that was found. wholes: forwards with their loss that were replayed. beside: why
@@ -52,7 +53,7 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        self.replays, self.wholes, self.seconds, self.renewed = 0, 0, 0.0, 0
+        self.replays, self.wholes, self.seconds, self.renewed, self.copied = 0, 0, 0.0, 0, 0
         self.plain: Counter[str] = Counter()
         self.shapes: dict[str, set[tuple[int, ...]]] = {_NEW: set(), _BEYOND: set()}
         self.apart: Counter[str] = Counter()
@@ -98,6 +99,8 @@ class Graphs:
             told.append(f"Forwards replayed as a whole, from tokens to the loss: {self.wholes}")
         if self.renewed:
             told.append(f"Recordings dropped because parameters moved or modules changed: {self.renewed}")
+        if self.copied:
+            told.append(f"All recorded anew because results were kept, which are copied since: {self.copied} times")
         told += [f"{cls} cannot be recorded and runs as before: {why}" for cls, why in self.refused.items()]
         told += [f"Blocks are recorded one by one: {why}" for why in self.apart]
         told += [f"What is around the blocks ran unrecorded {n} times: {why}" for why, n in self.beside.items()]
@@ -135,8 +138,8 @@ class Graphs:
         if progress is not None:
             if progress.asks(block, plain, spec, state, leaves):
                 return self._take(progress)
-            self._progress = None
             self._take_apart(progress.entry, _OTHERWISE)
+            self._progress = progress = None  # which has results that nobody asked for
         call = single(block, plain, spec, tuple(map(described, leaves)), state)
         entry, why = self._entry(block, call, leaves, lambda known: self._held)
         if entry is None:
@@ -242,6 +245,17 @@ class Graphs:
                     of_block.seen[link.key] = 0
         return known[0]
 
+    def _record_anew(self) -> None:
+        """Drop all recordings, since somebody keeps what some of them returned: those hand out copies from now on. The
+        others may compute where it lies, so the new ones have memory of their own."""
+        self.copied += 1
+        for known in self._blocks.values():
+            for key, entry in known.recorded.items():
+                known.kept.setdefault(key, set()).update(entry.kept())
+            known.recorded.clear()
+            known.parts.clear()
+        self._memory = Memory(RECORDER())
+
     def obstacle(self, block: nn.Module, hooks: bool = True) -> str:
         """Why no call of a block can be served now, whatever its arguments; "" if one can. hooks: look for its own."""
         if type(block).__name__ in self.refused:
@@ -274,6 +288,11 @@ class Graphs:
         if entry is not None and entry.stale():
             self._drop(entry, renew=True)
             self.renewed, entry = self.renewed + 1, None
+        if known.awaited(entry):
+            return None, _AWAITS
+        if entry is not None and entry.free(leaves) and entry.overwrites():
+            self._record_anew()
+            entry = None
         if entry is None:
             whole = known.parts.get(call.key)
             if whole is not None and whole.ticket is not None:
@@ -296,7 +315,8 @@ class Graphs:
             if len(links) > 1:
                 entry = self._record_together(known, links, leaves)
             if entry is None:
-                entry = Recorded(self._memory, [call], leaves, checkpoints(block))
+                copied = known.kept.get(call.key, ())
+                entry = Recorded(self._memory, [call], leaves, checkpoints(block), copied)
         except (CannotRecord, RuntimeError, Foreign) as problem:  # CUDA's errors are RuntimeErrors
             cls, why = type(block).__name__, _short(problem)
             if call.copied:  # then its blocks are recorded
@@ -329,7 +349,7 @@ class Graphs:
         why = one_by_one(links)
         if not why:
             try:
-                return Recorded(self._memory, links, leaves, repeats=False)
+                return Recorded(self._memory, links, leaves, False, known.kept.get(links[0].key, ()))
             except (CannotRecord, RuntimeError) as problem:
                 why = _short(problem)
         known.alone.add(links[0].key)
@@ -342,8 +362,9 @@ class _Block:
 
     recorded: recordings that start with it. parts: those that have it further behind. seen: how often it ran calls that
     are not recorded. trails: the calls that followed one. alone: calls that are not recorded with those behind them.
-    watched: the name of a module inside that had hooks when it was last looked at. unfit: of a model around blocks, why
-    calls are not recorded; lasting: why none is, with what tells whether that still holds.
+    kept: the places of results that somebody kept beyond the next replay, so that copies are handed out. watched: the
+    name of a module inside that had hooks when it was last looked at. unfit: of a model around blocks, why calls are
+    not recorded; lasting: why none is, with what tells whether that still holds.
     """
 
     def __init__(self) -> None:
@@ -352,6 +373,7 @@ class _Block:
         self.seen: Counter[Any] = Counter()
         self.trails: dict[Any, list[Link]] = {}
         self.alone: set[Any] = set()
+        self.kept: dict[Any, set[int]] = {}
         self.watched = ""
         self.unfit: dict[Any, str] = {}
         self.lasting: tuple[str, Callable[[], bool]] | None = None
@@ -369,6 +391,12 @@ class _Block:
         """A reason that was found before and holds for each call of a model around blocks; "" if none does."""
         holds = self.lasting is not None and self.lasting[1]()
         return self.lasting[0] if holds else self.hooked(model) if self.watched else ""
+
+    def awaited(self, entry: Recorded | None) -> bool:
+        """Whether a forward of the block by another recording than `entry` awaits its backward, which would compute
+        where activations of `entry` lie if it came first."""
+        others = (*self.recorded.values(), *self.parts.values())
+        return any(other is not entry and other.awaited for other in others)
 
     def full(self) -> bool:
         """Whether no further shape is recorded."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,18 +70,20 @@ class Recorded:
     """Forward and backward of blocks, each `Link` behind the one before, for arguments of the first like `leaves`;
     recorded when this is made. calls: how many calls of blocks a replay serves.
 
+    copied: places of results that each replay hands out as copies, since somebody kept them beyond the next replay.
     repeats: the backward runs the forward again, so nothing but the arguments is kept between the two (checkpointing).
     Raises CannotRecord, or what the recorder or a block raises.
     """
 
-    def __init__(self, memory: Memory, links: Sequence[Link], leaves: list[Tensor], repeats: bool):
+    def __init__(
+        self, memory: Memory, links: Sequence[Link], leaves: list[Tensor], repeats: bool, copied: Collection[int] = ()
+    ):
         self.memory, self.links, self._repeats = memory, tuple(links), repeats
         self.calls = len(links)
         self._device = leaves[0].device
         if any(leaf.device != self._device for leaf in leaves):
             raise CannotRecord("it is given tensors of several devices")
         self._ticket: weakref.ref[Ticket] | None = None
-        self._copied = self.links[0].copied
         self._source = Fingerprint(dict.fromkeys(map(_block, self.links)))
         homes: dict[Tensor, int] = {}  # of each parameter, the first link that has it
         for place, link in enumerate(self.links):
@@ -93,16 +95,20 @@ class Recorded:
         with torch.no_grad():
             for leaf in leaves:
                 self._take(leaf)
+        self._read = [0] * len(self._slots)  # of each slot, the fill that the last replay read
         self._wanted = [x for x in self._inputs if x.requires_grad]
         self._homes = [0] * len(self._wanted) + list(homes.values())
         self._outs: list[Tensor] = []
         self._parts: list[tuple[Any, int, int]] = []  # what each link returns, and where its tensors are in `results`
         self._d_results: list[Tensor | None] = []
-        self._warm_up()
         recorder = memory.recorder
-        self._forward, self.results = recorder.record(self._run_forward)
-        self._backward, gradients = recorder.record(self._run_backward)
+        with _without_hooks(self._parameters):
+            self._warm_up()
+            self._forward, self.results = recorder.record(self._run_forward)
+            self._backward, gradients = recorder.record(self._run_backward)
         self._gradients = _by_dtype(gradients)
+        every = self.links[0].copied
+        self._handed = [None if every or place in copied else _handed(t) for place, t in enumerate(self.results)]
         memory.count += 1
         self.number = memory.count
         memory.recordings.add(self)
@@ -128,8 +134,8 @@ class Recorded:
     def _warm_up(self) -> None:
         """Run each link by itself, forward and backward, so that libraries have set themselves up."""
         recorder, device = self.memory.recorder, self._device
-        buffers = [buffer for link in self.links for buffer in _block(link).buffers()]
-        versions = [b._version for b in buffers]
+        counted = _counted([buffer for link in self.links for buffer in _block(link).buffers()])
+        given = _counted(self._inputs)
         before, returned = recorder.random_state(device), []
         python, host = random.getstate(), torch.get_rng_state()
         drawn = False
@@ -147,8 +153,10 @@ class Recorded:
             recorder.restore(device, before)
         if drawn:  # by which it may decide what to run
             raise CannotRecord("its forward draws random numbers on the host")
-        if versions != [b._version for b in buffers]:
+        if any(tensor._version != version for tensor, version in counted):
             raise CannotRecord("its forward writes to a buffer")
+        if any(tensor._version != version for tensor, version in given):
+            raise CannotRecord("its forward writes to what it is given")
         self._needs = [d is not None for d in self._d_results]
 
     def _refuse_draws(self) -> None:
@@ -215,13 +223,18 @@ class Recorded:
             return True
         if max(waiting) >= self.number:
             return False
-        for slot, buffer, leaf in zip(self._slots, self._inputs, leaves):
-            if slot is None and buffer.data_ptr() != leaf.data_ptr():
-                if any(buffer.data_ptr() == t.data_ptr() for r in waiting.values() for t in r.results):
+        for place, (slot, buffer, leaf) in enumerate(zip(self._slots, self._inputs, leaves)):
+            if slot is None:
+                own = buffer.data_ptr()
+                if own != leaf.data_ptr() and any(own == t.data_ptr() for r in waiting.values() for t in r.results):
                     return False
-            elif slot is not None and not slot.holds(leaf) and any(slot in r._slots for r in waiting.values()):
+            elif self._is_old(place, slot, leaf) and any(slot in r._slots for r in waiting.values()):
                 return False
         return True
+
+    def _is_old(self, place: int, slot: Slot, leaf: Tensor) -> bool:
+        """Whether a slot has to be filled for a replay: always by the first one of a forward."""
+        return not self.memory.waiting or self._read[place] == slot.fills or not slot.holds(leaf)
 
     def stale(self) -> bool:
         """Whether parameters lie elsewhere now, or modules, their attributes or hooks have changed."""
@@ -246,23 +259,36 @@ class Recorded:
         """The last replay, unless nobody holds its results any more."""
         return None if self._ticket is None else self._ticket()
 
+    def kept(self) -> set[int]:
+        """The places of results of earlier replays that somebody still has, and that the next one overwrites."""
+        return {place for place, memory in enumerate(self._handed) if memory is not None and memory.kept()}
+
+    def overwrites(self) -> bool:
+        """Whether a replay overwrites results that somebody still has: its own, or, as the first of a forward, those of
+        recordings made later, which may lie where it computes."""
+        if self.memory.waiting:
+            return bool(self.kept())
+        return any(other.number >= self.number and other.kept() for other in self.memory.recordings)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a forward by it awaits its backward."""
+        return self.number in self.memory.waiting
+
     def replay_forward(self, leaves: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
-        for slot, buffer, leaf in zip(self._slots, self._inputs, leaves):
+        for place, (slot, buffer, leaf) in enumerate(zip(self._slots, self._inputs, leaves)):
             if slot is None:
                 if buffer.data_ptr() != leaf.data_ptr():
                     buffer.detach().copy_(leaf)
-            elif not slot.holds(leaf):
+                continue
+            if self._is_old(place, slot, leaf):
                 slot.fill(leaf)
+            self._read[place] = slot.fills
         ticket, waiting, number = Ticket(), self.memory.waiting, self.number
         waiting[number] = self
         self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
-        if self._copied:
-            self._forward()
-            return ticket, [result.clone() for result in self.results]
-        for result in self.results:  # whoever saved the last replay's result for a gradient is told by autograd
-            torch.autograd.graph.increment_version(result)
         self._forward()
-        return ticket, [result.detach() for result in self.results]
+        return ticket, [r.clone() if memory is None else memory.out() for r, memory in zip(self.results, self._handed)]
 
     def replay_backward(self, ticket: Ticket, d_results: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         if ticket.spoiled or self.ticket is not ticket:
@@ -314,6 +340,19 @@ def watched(tensor: Tensor | None) -> bool:
     return tensor is not None and bool(tensor._backward_hooks or tensor.retains_grad)
 
 
+def _counted(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Tensors with how often each was written, without those made in inference mode, which do not count."""
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _handed(result: Tensor) -> torch_private.Handed | None:
+    """What hands out the memory of a result; None where it cannot be told who keeps it."""
+    try:
+        return torch_private.Handed(result)
+    except (RuntimeError, BufferError):
+        return None
+
+
 def _by_dtype(tensors: list[Tensor | None]) -> list[tuple[list[int], list[Tensor]]]:
     """The tensors of each dtype, with their places in the list."""
     found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
@@ -344,6 +383,20 @@ class _Replay(torch.autograd.Function):
 
 # Function.apply would first look for wrappers of torch.func, under which no recording serves (`observer`).
 _apply = super(torch.autograd.Function, _Replay).apply
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, hooks on the gradients of parameters are not called. autograd.grad calls them, and they are called again
+    when a replay hands its gradients to autograd."""
+    held = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
+    for parameter, _ in held:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in held:
+            parameter._backward_hooks = hooks
 
 
 @contextlib.contextmanager

@@ -100,4 +100,5 @@ def surroundings(block: nn.Module, device: torch.device) -> tuple:
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     pinned = tuple(sorted(pins().items()))
-    return block.training, checkpoints(block), autocast, torch_private.deterministic(), pinned
+    settings = torch_private.deterministic(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    return block.training, checkpoints(block), autocast, settings, pinned

@@ -165,7 +165,7 @@ class Decoding:
             prompt.shape[0], slots, tuple(layer.max_cache_len for layer in cache.layers), positions, padded,
             None if eos is None else tuple(eos.shape), tuple(p.key for p in processors), bool(config.do_sample),
             model.dtype, prompt.device, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(),
+            torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision(), torch.get_default_dtype(),
             torch_private.deterministic(), tuple(sorted(pins().items())),
             getattr(model.config, "_attn_implementation", None),
         )  # fmt: skip
