@@ -32,8 +32,8 @@ class Settings:
     transport: ``TILESMITH_TRANSPORT="nccl"``: what moves tokens between the ranks of context-parallel attention:
         "symmetric_memory", "nccl" or "gloo"; "auto" (the default): the fastest that the ranks can have.
     require_all: ``TILESMITH_REQUIRE_ALL=1``: tests fail instead of skipping when a tool is missing.
-    families: ``TILESMITH_FAMILIES="2026-11-23"``: the models of transformers that tests take, those of a day or of
-        these tasks and families.
+    families: ``TILESMITH_FAMILIES="2026-11-23"``: the models of transformers that tests take, drawn by this seed, or
+        these tasks and families. Unset: drawn by the release of transformers.
     """
 
     pins: tuple[tuple[str, str], ...]
