@@ -7,6 +7,7 @@ Each rank says how each check went; the exit code is the number of those that fa
 """
 
 import contextlib
+import datetime
 import multiprocessing
 import os
 import sys
@@ -214,16 +215,17 @@ def check_disagreement():
             call()
         except ValueError as problem:
             assert field in str(problem) and f"on rank {last}" in str(problem), problem
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 60  # a tenth of the time limit
         else:
             raise AssertionError(f"{field}: nothing was raised")
     context_parallel_attention(q, k, v, None, CAUSAL)
 
 
 def check_a_stalled_rank():
-    ring = ProcessGroupRing(timeout=3.0)
+    ring = ProcessGroupRing()
     q, k, v = inputs(EVEN)
     context_parallel_attention(q, k, v, ring, CAUSAL)
+    ring._limit, ring.timeout = 3.0, datetime.timedelta(seconds=3)  # from here on: ranks lag that are not lost
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(6)
         return

@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import queue
 import threading
+import time
 import types
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import tilesmith.distributed.peer_memory as peer_memory
 import tilesmith.distributed.signals as signals
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0  # seconds: what only a fault takes, on a busy machine too
 HELD_UP = -2  # the priority of streams that wait for nothing
 _mine = threading.local()
 
@@ -87,10 +88,33 @@ def within(stream):
         _mine.current = before
 
 
+@contextlib.contextmanager
+def waiting():
+    """Meanwhile this thread's rank waits, and may be told that another one is lost.
+
+    Before, it is not told: a thread that lags while it posts would find the rank lost that it was about to wait for.
+    """
+    _mine.waits.set()
+    try:
+        yield
+    finally:
+        _mine.waits.clear()
+
+
 def synchronize(device=None, limit=TIMEOUT):
     """Wait for all streams of this thread's rank."""
-    for stream in list(_streams()):
-        assert stream.record_event().happened.wait(limit), "a stream waits for ever"
+    with waiting():
+        for stream in list(_streams()):
+            assert stream.record_event().happened.wait(limit), "a stream waits for ever"
+
+
+def until(condition):
+    """Wait for what another thread does."""
+    end = time.monotonic() + TIMEOUT
+    with waiting():
+        while not condition():
+            assert time.monotonic() < end, "what was waited for does not come"
+            time.sleep(0.01)
 
 
 class _Torch:
@@ -122,6 +146,7 @@ class World:
         self.size, self.changed, self.store = size, threading.Condition(), dist.HashStore()
         self.barrier = threading.Barrier(size, timeout=TIMEOUT)
         self.values, self.mapped = [None] * size, []
+        self.waits = [threading.Event() for _ in range(size)]  # of each rank, set while it waits for others
 
     def gather(self, rank, value):
         self.values[rank] = value
@@ -175,6 +200,16 @@ def packed(sent, heads, into, runs, copy=peer_memory.copy_runs):
     current().do(lambda: copy(sent, heads, into, runs))
 
 
+def _told_who_waits(told):
+    """Finds out who is lost once the rank waits that lost it."""
+
+    def later(group, rank, *given):
+        group.world.waits[rank].wait(TIMEOUT)
+        return told(group, rank, *given)
+
+    return later
+
+
 def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "host", gpu=None):
     """work(rank, memory of the rank, gather), in a thread for each rank; what each returned or raised. gpu: the device
     whose own streams, and whose driver, all ranks use."""
@@ -188,12 +223,14 @@ def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "
         monkeypatch.setattr(peer_memory, "_identity", identity)
         monkeypatch.setattr(peer_memory, "_copy", copied)
         monkeypatch.setattr(peer_memory, "copy_runs", packed)
+        monkeypatch.setattr(peer_memory, "told", _told_who_waits(peer_memory.told))
     ask = {"get_rank": lambda group: group.rank, "get_world_size": lambda group: size}
     monkeypatch.setattr(peer_memory, "dist", types.SimpleNamespace(**ask))
     found = [None] * size
     groups = [Group(world, rank) for rank in range(size)]
 
     def begin(rank):
+        _mine.waits = world.waits[rank]
         own = contextlib.nullcontext() if gpu is None else torch.cuda.stream(torch.cuda.Stream(gpu))
         try:
             with own:

@@ -11,11 +11,21 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
+SOON = 60.0  # seconds: a tenth of the time limit of groups, and more than ranks lag on a busy machine
+
+
+@contextlib.contextmanager
+def soon():
+    """What is inside waits for no rank that stays away."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < SOON
 
 
 def leave():

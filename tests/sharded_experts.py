@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import tempfile
-import time
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilesmith
 from optimize_models import OPS, Calls, batch, build, train
+from ranks import soon
 from tilesmith import nn, ops
 from tilesmith.distributed import expert_parallel
 from tilesmith.engine import use
@@ -137,10 +137,11 @@ def check_gradients_that_some_ranks_want(mesh):
         "requires_grad of the result": alone,
     }.items():
         call()
-        began = time.monotonic()
-        with pytest.raises(ValueError, match=f"expert_parallel: {field} must be the same on all ranks, got .* {last}"):
+        with (
+            soon(),
+            pytest.raises(ValueError, match=f"expert_parallel: {field} must be the same on all ranks, got .* {last}"),
+        ):
             run()
-        assert time.monotonic() - began < 5
     # the gradients of its own experts are a rank's own affair
     y = call(slopes(x), held if odd else trained)
     y.sum().backward()
@@ -168,10 +169,8 @@ def check_mistakes_of_one_rank(mesh):
         ),
     }.items():
         call()
-        began = time.monotonic()
-        with pytest.raises((ValueError, TypeError), match=f"^expert_parallel: {'' if odd else words}"):
+        with soon(), pytest.raises((ValueError, TypeError), match=f"^expert_parallel: {'' if odd else words}"):
             run()
-        assert time.monotonic() - began < 5, words
     call()
 
 

@@ -211,7 +211,9 @@ def test_a_predicted_distance_is_that_of_the_layer_whichever_rows_it_sees(make, 
 def test_an_expert_that_no_row_reaches_counts_as_an_average_one(calls_all, strategy, caplog):
     torch.manual_seed(0)
     config = PrecisionConfig(target_memory_reduction=0.6, allocation_strategy=strategy)
-    packed = create_ultra_precision_module(_Chosen(calls_all), config, calibration=torch.randn(64, 64))
+    rows = torch.randn(64, 64)
+    rows[:, 0] = torch.tensor([0.0, 0.0, 0.0, 2.0]).repeat(16)  # by which _Chosen chooses
+    packed = create_ultra_precision_module(_Chosen(calls_all), config, calibration=rows)
     assert "no calibration row reached experts.2" in caplog.text
     layers = packed.get_precision_stats().layers
     assert packed.get_precision_stats().strategy == strategy.value

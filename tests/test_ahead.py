@@ -237,13 +237,15 @@ def test_the_size_of_a_kernel_has_what_it_calls():
 
 
 def test_nothing_is_timed_beside_compilers(monkeypatch):
-    threads, calls, done = threads_of.Threads(1), [], []
+    threads, calls, done, warm = threads_of.Threads(1), [], [], threading.Event()
     monkeypatch.setattr(threads_of, "compilers", lambda: threads)
 
     def call():
         calls.append(list(done))
         if len(calls) == 1:
-            threads.submit(lambda: (time.sleep(0.05), done.append("compiled")))
+            threads.submit(lambda: (warm.wait(20), time.sleep(0.05), done.append("compiled")))
+        else:
+            warm.set()
 
     timing.measure({"call": call}, "cpu", rounds=1, warmup=2)
     assert not calls[1] and all(calls[2:])

@@ -73,9 +73,9 @@ def test_a_timeout_that_nobody_passes_on_is_raised_at_the_end():
 
 def test_a_compiler_that_catches_the_timeout_is_stopped_all_the_same():
     before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(TimeoutError) as caught, model._within(0.05):
+    with pytest.raises(TimeoutError) as caught, model._within(60):
         try:
-            time.sleep(60)
+            signal.raise_signal(signal.SIGALRM)  # as the timer does, and surely in here
         except TimeoutError as problem:
             raise RuntimeError("the backend failed") from problem
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -87,6 +87,23 @@ def test_a_compiler_that_catches_the_timeout_is_stopped_all_the_same():
         raise KeyError
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_timeout_that_comes_at_once_leaves_no_timer(monkeypatch):
+    before, start = signal.getsignal(signal.SIGALRM), signal.setitimer
+
+    def started(which, seconds, *again):
+        start(which, seconds, *again)
+        if seconds:
+            signal.raise_signal(signal.SIGALRM)
+
+    monkeypatch.setattr(signal, "setitimer", started)
+    with pytest.raises(TimeoutError), model._within(60):
+        pytest.fail("the time was over before")
+    left = signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)
+    start(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    assert left == ((0.0, 0.0), before)
 
 
 def test_private_copies_of_a_module_share_nothing(missing):

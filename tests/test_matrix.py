@@ -1,9 +1,9 @@
 """The tables of releases: what compiled and passed, what did not, and what could not be installed are all told."""
 
-import datetime
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +33,15 @@ ERROR: No matching distribution found for torch==2.99.0
 )
 CONFLICT_IN_A_LINE = "The user requested torch==2.99.0; The user requested (constraint) torch<=2.14.1"
 ABSENT_IN_A_LINE = "No matching distribution found for torch==2.99.0"
+DAY = "2026-11-23"
+
+
+@pytest.fixture(autouse=True)
+def one_day(monkeypatch):
+    """It is the same day from a test's begin to its end."""
+    today = SimpleNamespace(today=lambda: SimpleNamespace(isoformat=lambda: DAY))
+    for module in (matrix, torch_releases):
+        monkeypatch.setattr(module, "datetime", SimpleNamespace(date=today))
 
 
 @pytest.mark.parametrize(
@@ -59,18 +68,18 @@ def test_a_fault_beside_kernels_that_compile_is_told(monkeypatch, tmp_path, code
 
 
 def test_a_run_of_some_families_keeps_the_rows_of_others(monkeypatch, tmp_path):
-    page, date = tmp_path / "page.md", datetime.date.today().isoformat()
+    page = tmp_path / "page.md"
     results = {"norm": (["a", "b"], ""), "gemm": (["c"], "ended by signal 11"), "loss": (["d"], "")}
     monkeypatch.setattr(matrix, "install", lambda version, folder: folder)
     monkeypatch.setattr(matrix, "compile_with", lambda site, family: results[family])
     arguments = ["triton", "3.8.0", "3.9.0", "--out", str(page), "--families"]
     assert matrix.main([*arguments, "gemm", "norm"]) == 1
-    page.write_text(page.read_text().replace(date, "2020-01-01"))
+    page.write_text(page.read_text().replace(DAY, "2020-01-01"))
     results["norm"] = (["a"], "ended by signal 9")
     assert matrix.main([*arguments, "norm", "loss"]) == 1
     rows = [line for line in page.read_text().splitlines() if line.startswith(("| ", "- "))]
-    assert {"| gemm | 1, not all | 1, not all | 2020-01-01 |", f"| loss | 1 | 1 | {date} |"} <= set(rows)
-    assert {f"| norm | 1, not all | 1, not all | {date} |", "| attn | not run | not run | — |"} <= set(rows)
+    assert {"| gemm | 1, not all | 1, not all | 2020-01-01 |", f"| loss | 1 | 1 | {DAY} |"} <= set(rows)
+    assert {f"| norm | 1, not all | 1, not all | {DAY} |", "| attn | not run | not run | — |"} <= set(rows)
     of = ((family, version) for family in ("gemm", "norm") for version in ("3.8.0", "3.9.0"))
     signals = {"gemm": 11, "norm": 9}
     assert rows[-4:] == [f"- {family}, {version}: `ended by signal {signals[family]}`" for family, version in of]
@@ -102,7 +111,7 @@ def test_a_torch_that_cannot_be_installed_is_told_with_the_reason(monkeypatch, t
     page = tmp_path / "page.md"
     assert matrix.main(["torch", "2.99.0", "--folder", str(tmp_path), "--out", str(page)]) == 1
     text = page.read_text()
-    assert f"| 2.99.0 | — | not installed | — | — | — | {datetime.date.today().isoformat()} |\n" in text
+    assert f"| 2.99.0 | — | not installed | — | — | — | {DAY} |\n" in text
     assert text.endswith(f"\n- torch 2.99.0, not installed: `{told}`\n")
 
 
@@ -206,20 +215,19 @@ def _lines(page):
 
 
 def test_the_page_keeps_rows_of_other_releases():
-    date = datetime.date.today().isoformat()
     names = tuple(f"test_a.py::test_{i}" for i in range(torch_releases.NAMED + 2))
     old = torch_releases.report(
         [
             Row("2.13.0+cpu", "3.6.0", "ops", 5, 1, 0, failures=("test_old.py::test_gone",)),
             Row("2.9.0", "", "", error="none of it"),
         ]
-    ).replace(date, "2020-01-01")
+    ).replace(DAY, "2020-01-01")
     page = torch_releases.report(
         [Row("2.13.0+cpu", "3.6.0", "ops", 4321, 12, 7, failures=names, commonest="OSError: no")], old
     )
     assert _lines(page) == [
         "| 2.9.0 | — | not installed | — | — | — | 2020-01-01 |",
-        f"| 2.13.0+cpu | 3.6.0 | ops | 4,321 | 12 | 7 | {date} |",
+        f"| 2.13.0+cpu | 3.6.0 | ops | 4,321 | 12 | 7 | {DAY} |",
         "- torch 2.9.0, not installed: `none of it`",
         *(f"- torch 2.13.0+cpu, ops: `{name}`" for name in names[: torch_releases.NAMED]),
         "- torch 2.13.0+cpu, ops: 2 more failed",

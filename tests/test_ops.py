@@ -501,10 +501,9 @@ def test_pins_are_counted_as_python_counts():
         with use(rms_norm=REFERENCE):
             inside = pins()
             _Deep.apply(torch.zeros(1, requires_grad=True), 70, []).sum().backward()
-        for _ in range(100):  # torch's threads let go of them a little later
-            if sys.getrefcount(inside) == 2:  # `inside`, and the argument
-                break
-            time.sleep(0.01)
+        until = time.monotonic() + 60
+        while sys.getrefcount(inside) > 2 and time.monotonic() < until:  # `inside`, and the argument
+            time.sleep(0.01)  # torch's threads let go of them a little later
         assert sys.getrefcount(inside) == 2
 
 

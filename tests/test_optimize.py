@@ -444,7 +444,7 @@ def test_weights_asked_in_one_thread_change_nothing_in_another(family, first_ask
     def run(name, asks):
         thread.name = name
         if name == "second":
-            inside["first"].wait(5)
+            inside["first"].wait(60)
         out = model(ids, output_attentions=asks)
         done.set()
         return out
@@ -452,7 +452,7 @@ def test_weights_asked_in_one_thread_change_nothing_in_another(family, first_ask
     with ThreadPoolExecutor(2) as pool, torch.no_grad():
         asks = {"first": first_asks, "second": True}
         runs = {name: pool.submit(contextvars.copy_context().run, run, name, asks[name]) for name in asks}
-        found = {name: one.result(timeout=30) for name, one in runs.items()}
+        found = {name: one.result(timeout=300) for name, one in runs.items()}
     for name, out in found.items():
         torch.testing.assert_close(out.logits, wanted.logits, rtol=1e-4, atol=1e-5)
         if asks[name]:
@@ -469,36 +469,37 @@ def _gpt_neo(family):
 
 
 def test_forwards_that_are_alone_wait_for_others_and_nest():
-    turns, order = Turns(), []
+    turns, order, longest = Turns(), [], 60  # seconds: what only a fault takes
     entered, leave = threading.Event(), threading.Event()
 
     def within():
         with turns.shared(), turns.shared():
             entered.set()
-            leave.wait(5)
+            assert leave.wait(longest)
             order.append("shared")
 
     def alone():
-        entered.wait(5)
+        assert entered.wait(longest)
         with turns.alone(), turns.alone(), turns.shared():
             order.append("alone")
 
     def upgraded(gate):
         with turns.shared():
-            gate.wait(5)
+            gate.wait(longest)
             with turns.alone():
                 return True
 
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(within), pool.submit(alone)]
-        time.sleep(0.05)
-        assert order == []
+        runs, until = [pool.submit(within), pool.submit(alone)], time.monotonic() + longest
+        while not (turns._waiting or runs[1].done()) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert turns._waiting and order == []
         leave.set()
         for one in runs:
-            one.result(timeout=5)
+            one.result(timeout=longest)
         assert order == ["shared", "alone"]
         gate = threading.Barrier(2)  # both are inside before either wants to be alone
-        assert all(one.result(timeout=5) for one in [pool.submit(upgraded, gate) for _ in range(2)])
+        assert all(one.result(timeout=longest) for one in [pool.submit(upgraded, gate) for _ in range(2)])
         with turns.shared():
             pass
 

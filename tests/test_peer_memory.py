@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import tilesmith.distributed.prepared as prepared
 import tilesmith.distributed.ring as ring_module
 import tilesmith.distributed.transport as transport_module
 import tilesmith.distributed.watch as watch
-from peer_ranks import TIMEOUT, Stream, World, copied, current, packed, run, synchronize, within
+from peer_ranks import TIMEOUT, Stream, World, copied, current, packed, run, synchronize, until, waiting, within
 from tilesmith import ops
 from tilesmith.distributed import Layout, LocalRing, ProcessGroupRing, RingError, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS
@@ -254,7 +255,7 @@ def test_a_rank_that_dies_leaves_nan_and_an_error(ranks, before, behind):
             _moved(memory, BOTH, _tensors(0), [into], gather, f"keys, step {i + 1} of 9", SHORT)
             found.append(_read(into))
         synchronize()
-        assert SHORT <= time.monotonic() - began < SHORT + 1.5
+        assert time.monotonic() - began >= SHORT
         assert all(x.isnan().all() for x in found)
         for _ in range(2):
             with pytest.raises(RingError, match=r"rank 0: keys, step 1 of 9: rank 1 did not answer .*limit 0.4 s"):
@@ -291,9 +292,6 @@ def test_a_rank_that_never_reads(ranks):
             return None
         _moved(memory, only, _tensors(0), [], gather, "gradients of keys", SHORT)
         synchronize()
-        until = time.monotonic() + TIMEOUT
-        while not memory.broken and time.monotonic() < until:
-            time.sleep(0.01)
         assert (into == 2.0).all()
         return memory.broken
 
@@ -303,15 +301,17 @@ def test_a_rank_that_never_reads(ranks):
 
 def test_a_rank_that_comes_late_is_not_held_up_and_is_not_wrong(ranks):
     """It finds what its peer had sent, and never values that nobody sent."""
+    given_up = threading.Event()
 
     def work(rank, memory, gather):
         if rank == 1:
-            time.sleep(4 * SHORT)
+            assert given_up.wait(TIMEOUT)
         into, found = torch.zeros(8, 1, 2, 3), []
         for _ in range(2):
             _moved(memory, BOTH, _tensors(rank), [into], gather, timeout=SHORT)
             found.append(_read(into))
         synchronize()
+        given_up.set()
         return found
 
     lost, late = ranks(2, work)
@@ -327,7 +327,7 @@ def test_only_ranks_that_need_the_lost_one_lose_anything(ranks):
         if rank == 1:
             return None
         into = torch.zeros(8, 1, 2, 3)
-        _moved(memory, moves, _tensors(rank), [into], gather, timeout=SHORT)
+        _moved(memory, moves, _tensors(rank), [into], gather, timeout=TIMEOUT if rank else SHORT)
         synchronize()
         return into, memory.broken
 
@@ -338,42 +338,86 @@ def test_only_ranks_that_need_the_lost_one_lose_anything(ranks):
 
 def test_ranks_that_wait_for_one_that_gave_up_name_the_one_that_is_lost(ranks, monkeypatch):
     """In a ring of three, two ranks are held up by the third; one of them only by way of the other."""
-    monkeypatch.setattr(lost, "PATIENCE", 2.0)  # by which threads of one machine may lag
-    chain = Moves([Transfer(2, 0, 0, 0, 8), Transfer(0, 1, 0, 0, 8)])
+    monkeypatch.setattr(lost, "PATIENCE", 2.0)  # for a look into the store, by a thread of a busy machine
+    chain, asked = Moves([Transfer(2, 0, 0, 0, 8), Transfer(0, 1, 0, 0, 8)]), threading.Event()
+
+    def told(group, rank, *given):
+        """Rank 1 asks when rank 0 has told its loss, and before rank 0 lets its stream go on."""
+        if rank == 1:
+            group.get_group_store().wait([f"{lost._KEY}/0"])
+        said = lost.told(group, rank, *given)
+        asked.set() if rank == 1 else asked.wait(TIMEOUT)
+        return said
 
     def work(rank, memory, gather):
         if rank == 2:
             return None
         for i in range(2):  # the second exchange of rank 0 stands behind its first
-            _moved(memory, chain, _tensors(rank), [torch.zeros(8, 1, 2, 3)], gather, f"keys, step {i + 1}", SHORT)
+            limit, into = SHORT if rank == 0 or i == 1 else TIMEOUT, [torch.zeros(8, 1, 2, 3)]
+            _moved(memory, chain, _tensors(rank), into, gather, f"keys, step {i + 1}", limit)
         synchronize()
-        until = time.monotonic() + TIMEOUT
-        while (
-            not memory.broken and time.monotonic() < until
-        ):  # rank 0 lets its stream go on while rank 1 still asks why
-            time.sleep(0.01)
         return memory.broken
 
+    monkeypatch.setattr(peer_memory, "told", told)
     first, second, _ = ranks(3, work)
     assert first.startswith("rank 0: keys, step 1: rank 2 did not answer")
     assert second.startswith("rank 1: keys, step 2: rank 0 gave up: in 'keys, step 1' of rank 0 rank 2 did not answer")
 
 
-def test_a_gpu_that_is_busy_itself_is_not_late(ranks):
+class _Clock:
+    """Stands in for `time` in the watch: its clock goes on as a test says."""
+
+    now, sleep = 0.0, staticmethod(time.sleep)
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(watch, "time", _Clock())
+    return watch.time
+
+
+def test_a_gpu_that_is_busy_itself_is_not_late(ranks, monkeypatch, clock):
     """Time counts from when a stream comes to wait for others, not from when the host posts."""
-    gate = threading.Event()
+    gate, looks = threading.Event(), [0, 0]
+
+    def looked(self, look=watch.Watch._looked):
+        looks[self.signals._rank] += 1
+        return look(self)
 
     def work(rank, memory, gather):
         into = torch.zeros(8, 1, 2, 3)
         current().do(lambda: gate.wait(TIMEOUT))
         _moved(memory, BOTH, _tensors(rank), [into], gather, timeout=SHORT)
+        gather("posted")
         if rank == 1:
-            time.sleep(3 * SHORT)
+            for _ in range(3):
+                clock.now += SHORT
+                looks[:] = 0, 0
+                until(lambda: min(looks) > 1)  # both have seen the new time
             gate.set()
         synchronize()
         return memory.broken, bool((into == 2.0 - rank).all())
 
+    monkeypatch.setattr(watch.Watch, "_looked", looked)
     assert ranks(2, work) == [("", True)] * 2
+
+
+def test_a_rank_is_lost_when_it_has_kept_others_waiting_for_the_time_limit(clock):
+    """And not a moment before; the last look is no later."""
+    begun, never = types.SimpleNamespace(query=lambda: True), types.SimpleNamespace(query=lambda: False)
+    signals = types.SimpleNamespace(late=lambda *given: ([1], [], False))
+    found = watch.Watch(signals, lambda *given: f"lost: {given}")
+    found._let_through = lambda: None
+    found._under_way.append(watch.UnderWay(1, 0, "keys", 8.0, begun, never, never, (1,), (), ()))
+    clock.now = 5.0
+    for now, pause in ((5.0, 0.5), (12.25, 0.5), (12.75, 0.25), (12.99, 0.01)):
+        clock.now = now
+        assert found._looked() == pytest.approx(pause) and not found.broken
+    clock.now = 13.0
+    assert found._looked() == 0.0 and found.broken == "lost: (1, 'keys', 'it sent nothing', 8.0, 8.0)"
 
 
 def test_the_watch_sleeps_where_nothing_is_under_way_and_ends(ranks, monkeypatch):
@@ -385,11 +429,10 @@ def test_the_watch_sleeps_where_nothing_is_under_way_and_ends(ranks, monkeypatch
         for _ in range(3):
             _moved(memory, BOTH, _tensors(rank), _tensors(rank), gather)
             synchronize()
-            until = time.monotonic() + TIMEOUT
-            while not watching._asleep and time.monotonic() < until:
-                time.sleep(0.01)
+            until(lambda: watching._asleep)
             assert watching._asleep and watching._thread.is_alive() and watching.idle
         memory.close()
+        watching._thread.join(TIMEOUT)
         assert memory.held == 0 and not watching._thread.is_alive()
         _moved(memory, BOTH, _tensors(rank), into := _tensors(rank), gather)  # memory is made anew
         synchronize()
@@ -400,23 +443,32 @@ def test_the_watch_sleeps_where_nothing_is_under_way_and_ends(ranks, monkeypatch
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_the_end_of_a_process_waits_no_longer_than_the_time_limit(ranks, begun):
+def test_the_end_of_a_process_waits_no_longer_than_the_time_limit(ranks, clock, begun):
     """Also for a GPU that is held up by something else."""
     held_up = threading.Event()
 
+    def sleep(seconds):
+        time.sleep(seconds)
+        clock.now += seconds * (threading.current_thread() is waits)
+
     def work(rank, memory, gather):
+        nonlocal waits
         if rank == 1:
             return None
+        waits = threading.current_thread()
         if not begun:
             current().do(lambda: held_up.wait(TIMEOUT))
         _moved(memory, BOTH, _tensors(0), [torch.zeros(8, 1, 2, 3)], gather, timeout=SHORT)
-        began = time.monotonic()
-        memory._watch.end()  # what finalize calls
-        took, thread = time.monotonic() - began, memory._watch._thread
+        thread = memory._watch._thread
+        with waiting():
+            memory._watch.end()  # what finalize calls
+        thread.join(TIMEOUT)
         held_up.set()
-        return took < SHORT + 2, thread.is_alive(), bool(memory.broken)
+        return clock.now, thread.is_alive(), bool(memory.broken)
 
-    assert ranks(2, work)[0] == (True, False, begun)
+    waits, clock.sleep = None, sleep
+    took, alive, lost_one = ranks(2, work)[0]
+    assert SHORT <= took < SHORT + 2 and not alive and lost_one == begun
 
 
 def test_memory_that_nobody_uses_ends_its_watch(ranks):
@@ -431,11 +483,12 @@ def test_memory_that_nobody_uses_ends_its_watch(ranks):
 
 
 class _Ring(ProcessGroupRing):
-    """A rank of a group that compares through the test, and vanishes at its exchange number `dies`."""
+    """A rank of a group that compares through the test. Rank 1 vanishes at its exchange number `dies`, whose time limit
+    is short."""
 
-    def __init__(self, rank, memory, gather, size=2, dies=-1, timeout=SHORT):
+    def __init__(self, rank, memory, gather, size=2, dies=-1):
         self._group, self.size, self.rank, self.ranks = memory._group, size, rank, (rank,)
-        self._limit, self.asked, self._on_gpus = timeout, "auto", False
+        self._limit, self.asked, self._on_gpus = TIMEOUT, "auto", False
         self._peers, self._told, self._dies = Peers(), gather, dies
         self._peers.memory = memory
 
@@ -451,7 +504,9 @@ class _Ring(ProcessGroupRing):
     def begin(self, *given):
         self._dies -= 1
         if self._dies == -1:
-            raise InterruptedError
+            if self.rank == 1:
+                raise InterruptedError
+            self._limit = SHORT
         return super().begin(*given)
 
     def reserve(self, *given):
@@ -488,7 +543,7 @@ def test_calls_through_memory_have_the_values_of_one_process(ranks, monkeypatch,
     packs = []
 
     def work(rank, memory, gather):
-        mine, out = _call(rank, _Ring(rank, memory, gather, timeout=TIMEOUT), mode, heads)
+        mine, out = _call(rank, _Ring(rank, memory, gather), mode, heads)
         return out.detach(), torch.autograd.grad(out.square().sum(), mine)
 
     monkeypatch.setattr(peer_ranks, "packed", lambda *given, pack=packed: packs.append(given) or pack(*given))
@@ -515,7 +570,7 @@ def test_own_keys_are_worked_on_before_the_first_transfer_is_posted(ranks, monke
             return lambda *given: order[rank].append(what) or call(*given)
 
         memory._moved = told("posted", memory._moved)
-        ring = _Ring(rank, memory, gather, timeout=TIMEOUT)
+        ring = _Ring(rank, memory, gather)
         ring.begin = told("copied", ring.begin)
         here.kernel = rank
         mine, out = _call(rank, ring, mode)
@@ -542,17 +597,17 @@ def test_a_call_whose_peer_dies_in_its_forward(ranks, mode):
     """What depends on the lost rank is NaN, and nothing else is; the next call raises at once."""
 
     def work(rank, memory, gather):
-        ring = _Ring(rank, memory, gather, dies=0 if rank else -1)
+        ring = _Ring(rank, memory, gather, dies=0)
         if rank == 1:
             with pytest.raises(InterruptedError):
                 _call(rank, ring, mode)
             return None
         _, out = _call(rank, ring, mode)
-        began = time.monotonic()
+        ring._told = None  # nobody would answer
         for again in (lambda: _call(rank, ring, mode), lambda: out.sum().backward()):
             with pytest.raises(RingError, match=r"rank 0: keys, step 1 of 1: rank 1 did not answer .* no other call"):
                 again()
-        assert time.monotonic() - began < 2 * SHORT and ring.memory_held == 0
+        assert ring.memory_held == 0
         return out.detach()
 
     found = ranks(2, work)[0]
@@ -567,7 +622,7 @@ def test_a_call_whose_peer_dies_between_two_exchanges(ranks):
 
     def work(rank, memory, gather):
         with pytest.raises((RingError, InterruptedError)) as raised:
-            _call(rank, _Ring(rank, memory, gather, dies=1 if rank else -1), "ulysses", (4, 2))
+            _call(rank, _Ring(rank, memory, gather, dies=1), "ulysses", (4, 2))
         return str(raised.value)
 
     said = ranks(2, work)[0]
@@ -577,7 +632,7 @@ def test_a_call_whose_peer_dies_between_two_exchanges(ranks):
 @pytest.mark.parametrize("dies, step", [(1, "keys for gradients, step 1 of 1"), (2, "gradients of keys")])
 def test_a_call_whose_peer_dies_in_its_backward(ranks, dies, step):
     def work(rank, memory, gather):
-        ring = _Ring(rank, memory, gather, dies=dies if rank else -1)
+        ring = _Ring(rank, memory, gather, dies=dies)
         mine, out = _call(rank, ring, "ring")
         if rank == 1:
             with pytest.raises(InterruptedError):
@@ -669,7 +724,7 @@ def test_a_capture_is_refused_on_all_ranks(ranks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: getattr(capturing, "now", False))
 
     def work(rank, memory, gather):
-        ring = _Ring(rank, memory, gather, timeout=TIMEOUT)
+        ring = _Ring(rank, memory, gather)
         ring._on_gpus = True
         mine, out = _call(rank, ring, "allgather")
         capturing.now = rank == 1
@@ -692,9 +747,7 @@ def test_what_is_still_written_is_kept(ranks):
         into = [torch.zeros(8, 1, 2, 3) for _ in range(2)]
         _allocated.append(into)
         posted = [memory.begin(BOTH, _tensors(0), [x], "keys", SHORT, gather)() for x in into]
-        until = time.monotonic() + TIMEOUT
-        while not memory.broken and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: memory.broken)
         for arrival in posted:
             with pytest.raises(RingError, match="rank 1 did not answer"):
                 memory.wait(arrival)

@@ -85,7 +85,8 @@ def test_trl(way, kind, installed, monkeypatch):
         found = logged(kind, model, **how, **({} if way == "before" else {"callbacks": [callback()]}))
     assert set(calls) >= TRAINED
     assert ("lora_linear" if way == "adapters" else "swiglu") in calls and "linear_cross_entropy" not in calls
-    assert found == pytest.approx(plain, rel=1e-3, abs=1e-4) and min(plain[1::2]) > 1e-2
+    learns = max if kind == "grpo" else min  # in some steps: completions that earn alike teach nothing
+    assert found == pytest.approx(plain, rel=1e-3, abs=1e-4) and learns(plain[1::2]) > 1e-2
 
 
 def test_layers_are_mapped_by_the_kernels_package(monkeypatch):

@@ -131,8 +131,8 @@ def _within(seconds: float) -> Iterator[None]:
         raise late
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # in here: a short one may be over before the next statement
         yield
         if late.__traceback__ is not None:  # it was raised where nothing is passed on, as in a __del__
             raise late
