@@ -146,7 +146,7 @@ def _attend_part(
     rows = {
         r: Rows(
             q, v.shape[3], _overlap(work, r, drops), work.kernel.summand(q), terms[r].sinks,
-            None if into is None else into[r],
+            length(work.schedule.groups.ranges[r // work.schedule.degree]), None if into is None else into[r],
         )
         for r, (q, _, v) in shards.items()
     }  # fmt: skip
