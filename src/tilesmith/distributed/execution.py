@@ -91,7 +91,7 @@ def _gathered_keys(work: Work, shards: Shards) -> dict[int, list[Tensor]]:
 def _gathered(
     work: Work, moves: Moves, heads: Sequence[HeadRange], shards: Shards, step: str
 ) -> dict[int, list[Tensor]]:  # fmt: skip
-    """What the moves bring each rank, as [B, heads, tokens of the group, D]. heads: those of each rank, which a rank has
+    """What the moves bring each rank, as [B, heads, tokens of the group, D]. heads: those of each rank, which it has
     also where its group has no tokens."""
     into = {}
     for r, tensors in shards.items():

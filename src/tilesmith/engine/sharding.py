@@ -145,8 +145,8 @@ class Layout:
             last -= min((self.mesh.size(m) - 1) * -(-last // self.mesh.size(m)), last)
         if last == 0 < self.size(label):
             raise ValueError(
-                f"{self.name}: a dim of {self.size(label)} is split over {self._parts(label)} ranks, which leaves a rank "
-                "without any; split it over fewer ranks, or redistribute it to Replicate()"
+                f"{self.name}: a dim of {self.size(label)} is split over {self._parts(label)} ranks, which leaves a "
+                "rank without any; split it over fewer ranks, or redistribute it to Replicate()"
             )
 
     def start(self, label: Label) -> int:
