@@ -447,6 +447,14 @@ def test_refusals():
             context_parallel_attention(x, x, x, LocalRing(2), **named)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_bias_that_wants_a_gradient(size):
+    """Is refused, also by one rank, where it got none without a word."""
+    x, bias = [torch.randn(1, 2, 8 // size, 4)] * size, torch.randn(8, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"Score\(bias=...\) gets no gradient over ranks; detach it"):
+        context_parallel_attention(x, x, x, LocalRing(size), score=ops.Score(bias=bias), layout="contiguous")
+
+
 @pytest.mark.parametrize("ranges", [(((0, 8),), ((0, 8),)), (((0, 8),), ((8, 12),)), (((8, 16),), ((4, 8), (0, 4)))])
 def test_a_layout_holds_each_token_once(ranges):
     with pytest.raises(ValueError, match="Layout: (ranges must hold each of the 16 tokens once|the ranges of a rank)"):
