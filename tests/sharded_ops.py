@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tilesmith import ops
+from tilesmith.engine.registry import ops as registered
 
 
 def _compare(mesh, op, tensors, placements, gathers=False, **more):
@@ -175,6 +176,12 @@ def check_attention(mesh):
     for place in (Shard(0), Shard(1)):
         _compare(mesh, ops.attention_weights, (q, k, lse), (place, place, place))
         _compare(mesh, ops.merge_attention, (q, lse, q.flip(0), lse.flip(0)), (place,) * 4)
+    with pytest.raises(ValueError, match=r"merge_attention: out_a is Shard\(3\) .* needs that dim whole"):
+        _compare(mesh, ops.merge_attention, (q, lse, q, lse), (Shard(3), Replicate(), Shard(3), Replicate()))
+    one = torch.randn(2, 1, 5, 8)  # the last rank would have no head, and it alone an error
+    for op, tensors in ((ops.attention, (one, one, one)), (ops.attention_stats, (one, one))):
+        with pytest.raises(ValueError, match=r"a dim of 1 is split over 2 ranks, which leaves a rank without any"):
+            _compare(mesh, op, tensors, (Shard(1),) * len(tensors))
     m, total = ops.attention_stats(*(torch.distributed.tensor.distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k)))
     torch.testing.assert_close((m.full_tensor(), total.full_tensor()), ops.attention_stats(q, k))
 
@@ -253,6 +260,16 @@ def check_preferences(mesh):
     spots = (Shard(1), Replicate(), Replicate(), Shard(1))
     tensors = (x, weight, bias, target)
     _compare(mesh, lambda x, w, b, t: ops.linear_log_probs(x, w, t, b), tensors, spots)
+
+
+def check_outputs_have_what_may_be_sharded(mesh):
+    """Or sum it: what each rank has whole would get its gradient once from each."""
+    for name, op in registered().items():
+        if isinstance(op.sharding, str):
+            inputs, _, outputs = op.sharding.partition("->")
+            free = {letter for letter in inputs if letter.islower() or letter == "*"}
+            for output in outputs.split():
+                assert free <= set(output), (name, output)
 
 
 def check_what_has_no_pattern(mesh):

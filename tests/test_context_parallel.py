@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -372,6 +373,54 @@ def test_the_gradient_of_lse_where_a_rank_holds_no_token(mode):
     torch.testing.assert_close(found, exact)
 
 
+def _agrees(layout, mode, heads=(4, 2), degree=None):
+    """Values and gradients of a causal call with sinks against one process. What padding holds, and what comes back for
+    its results, is NaN."""
+    tensors = [torch.randn(1, h, layout.tokens, 8, dtype=torch.float64).requires_grad_() for h in (*heads, heads[1])]
+    sinks = torch.randn(heads[0], dtype=torch.float64, requires_grad=True)
+    out, lse = ops.attention(*tensors, ops.Mask(causal=True), sinks=sinks)
+    slopes = torch.randn_like(out), torch.randn_like(lse)
+    exact = torch.autograd.grad((out, lse), (*tensors, sinks), slopes)
+    shard = partial(layout.shard, dim=2, fill=float("nan"))
+    shards = [[shard(x.detach(), r).requires_grad_() for r in range(layout.size)] for x in tensors]
+    outs, lses = context_parallel_attention(
+        *shards, LocalRing(layout.size), ops.Mask(causal=True), mode=mode, degree=degree, layout=layout, sinks=sinks
+    )
+    given = [shard(x, r) for x in slopes for r in range(layout.size)]
+    flat = [x for each in shards for x in each]
+    *grads, dsinks = torch.autograd.grad([*outs, *lses], [*flat, sinks], given)
+    whole = [layout.unshard(x, 2) for x in (outs, lses)]
+    whole += [layout.unshard(grads[i : i + layout.size], 2) for i in range(0, len(grads), layout.size)]
+    torch.testing.assert_close([*whole, dsinks], [out, lse, *exact])
+    for r in range(layout.size):
+        padding = slice(length(layout.ranges[r]), None)
+        assert (lses[r][:, :, padding] == -float("inf")).all()
+        assert not any(x[:, :, padding].any() for x in (outs[r], *grads[r :: layout.size]))
+
+
+MODES = ["allgather", "ring", "ulysses", "hybrid"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sinks_get_nothing_from_padding(mode):
+    """Its lse is -inf, not that of the sinks."""
+    _agrees(Layout.zigzag(13, 2), mode, degree=2 if mode == "hybrid" else None)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (2, 1)])
+def test_groups_without_tokens(heads):
+    """They have heads all the same."""
+    _agrees(Layout.contiguous(2, 4), "hybrid", heads, degree=2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranges_of_a_rank_that_touch(mode):
+    """They are one range, as keys of several travel as one run."""
+    layout = Layout(16, (((0, 4), (4, 4), (4, 6)), ((6, 9), (9, 16))), 10)
+    assert layout == Layout(16, (((0, 6),), ((6, 16),)), 10)
+    _agrees(layout, mode, degree=2 if mode == "hybrid" else None)
+
+
 def test_gradients_of_gradients_are_refused():
     x = torch.randn(1, 2, 4, 8, requires_grad=True)
     out, _ = context_parallel_attention([x, x], [x, x], [x, x], LocalRing(2))
@@ -396,6 +445,14 @@ def test_refusals():
     ]:
         with pytest.raises(kind, match=match):
             context_parallel_attention(x, x, x, LocalRing(2), **named)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_bias_that_wants_a_gradient(size):
+    """Is refused, also by one rank, where it got none without a word."""
+    x, bias = [torch.randn(1, 2, 8 // size, 4)] * size, torch.randn(8, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"Score\(bias=...\) gets no gradient over ranks; detach it"):
+        context_parallel_attention(x, x, x, LocalRing(size), score=ops.Score(bias=bias), layout="contiguous")
 
 
 @pytest.mark.parametrize("ranges", [(((0, 8),), ((0, 8),)), (((0, 8),), ((8, 12),)), (((8, 16),), ((4, 8), (0, 4)))])

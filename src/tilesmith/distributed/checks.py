@@ -151,7 +151,7 @@ def refuse(
                 f"{NAME}: {name} must be [..., {tokens}, {layout.tokens}]: this rank's queries, all keys; got "
                 f"{list(x.shape)}"
             )
-        if x is not None and x.requires_grad and ring.size > 1:
+        if x is not None and x.requires_grad:
             raise ValueError(f"{NAME}: {name} gets no gradient over ranks; detach it")
     if sinks is not None:
         tensor(NAME, "sinks", sinks)

@@ -15,7 +15,7 @@ from tilesmith.distributed.gradients import gradients
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.layout import length
 from tilesmith.distributed.pieces import Overlap
-from tilesmith.distributed.schedule import Moves, Stage
+from tilesmith.distributed.schedule import HeadRange, Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
 from tilesmith.distributed.tokens import add_runs, by_head, by_token, copy_runs
 from tilesmith.distributed.travel import Shards, Work, cut, of_part, post_back, through, to_begin
@@ -32,7 +32,7 @@ def forward(work: Work, shards: Shards) -> tuple[dict[int, tuple[Tensor, Tensor]
     kept = {r: (within[r][0], *(shards if work.schedule.replicates else within)[r][1:3], *found[r]) for r in shards}
     moved = {r: (out, lse.unsqueeze(-1)) for r, (out, lse) in found.items()}
     heads, _ = work.schedule.all_heads
-    back = _returned(work, work.schedule.q_moves, moved, heads, "heads of the results", (0.0, NO_KEYS))
+    back = _returned(work, work.schedule.q_moves, moved, heads, "heads of the results", fill=(0.0, NO_KEYS))
     return {r: (out, lse.squeeze(-1)) for r, (out, lse) in back.items()}, kept
 
 
@@ -44,7 +44,7 @@ def backward(work: Work, kept: Shards, slopes: Mapping[int, Sequence[Tensor | No
     if schedule.degree > 1:
         slopes = _slopes_of_heads(work, slopes)
         if schedule.replicates:
-            kv = _gathered(work, schedule.kv_moves, {r: x[1:] for r, x in within.items()}, "heads of k and v")
+            kv = _gathered_keys(work, within)
             within = {r: (x[0], *kv[r]) for r, x in within.items()}
     results = {r: (*x[3:], *slopes[r]) for r, x in kept.items()}
     # kv heads that several ranks of a group have get the sum of what each of them computes
@@ -57,7 +57,8 @@ def backward(work: Work, kept: Shards, slopes: Mapping[int, Sequence[Tensor | No
         back = _returned(work, schedule.q_moves, given, heads, "heads of dq, dk, dv")
     else:
         dq = _returned(work, schedule.q_moves, {r: x[:1] for r, x in found.items()}, heads, "heads of dq")
-        dkv = _returned(work, schedule.kv_moves, {r: x[1:3] for r, x in found.items()}, kv_heads, "heads of dk, dv")
+        dkv = {r: x[1:3] for r, x in found.items()}
+        dkv = _returned(work, schedule.kv_moves, dkv, kv_heads, "heads of dk, dv", several=schedule.replicates)
         back = {r: (*dq[r], *dkv[r]) for r in kept}
     return {r: (*(g.to(x.dtype) for g, x in zip(back[r], kept[r])), found[r][3]) for r in kept}
 
@@ -65,44 +66,52 @@ def backward(work: Work, kept: Shards, slopes: Mapping[int, Sequence[Tensor | No
 def _slopes_of_heads(work: Work, slopes: Mapping[int, Sequence[Tensor | None]]) -> dict[int, Sequence[Tensor | None]]:
     """dout and dlse with a group's tokens and a rank's heads."""
     sent = {r: [dout] + ([] if dlse is None else [dlse.unsqueeze(-1)]) for r, (dout, dlse) in slopes.items()}
-    arrived = _gathered(work, work.schedule.q_moves, sent, "heads of the gradients")
+    arrived = _gathered(work, work.schedule.q_moves, work.schedule.q_heads, sent, "heads of the gradients")
     return {r: (x[0], x[1].squeeze(-1) if len(x) > 1 else None) for r, x in arrived.items()}
 
 
 def _regrouped(work: Work, shards: Shards) -> Shards:
     """q, k and v with a group's tokens and a rank's heads."""
-    if work.schedule.degree == 1:
+    schedule = work.schedule
+    if schedule.degree == 1:
         return shards
-    if work.schedule.alike:
-        return _gathered(work, work.schedule.q_moves, shards, "heads of q, k and v")
-    q = _gathered(work, work.schedule.q_moves, {r: x[:1] for r, x in shards.items()}, "heads of q")
-    kv = _gathered(work, work.schedule.kv_moves, {r: x[1:] for r, x in shards.items()}, "heads of k and v")
+    if schedule.alike:
+        return _gathered(work, schedule.q_moves, schedule.q_heads, shards, "heads of q, k and v")
+    q = _gathered(work, schedule.q_moves, schedule.q_heads, {r: x[:1] for r, x in shards.items()}, "heads of q")
+    kv = _gathered_keys(work, shards)
     return {r: (*q[r], *kv[r]) for r in shards}
 
 
-def _gathered(work: Work, moves: Moves, shards: Shards, step: str) -> dict[int, list[Tensor]]:
-    """What the moves bring each rank, as [B, heads, tokens of the group, D]."""
-    heads = {move.target: move.heads[1] - move.heads[0] for move in moves}
+def _gathered_keys(work: Work, shards: Shards) -> dict[int, list[Tensor]]:
+    """k and v of q, k and v likewise."""
+    kv = {r: x[1:] for r, x in shards.items()}
+    return _gathered(work, work.schedule.kv_moves, work.schedule.kv_heads, kv, "heads of k and v")
+
+
+def _gathered(
+    work: Work, moves: Moves, heads: Sequence[HeadRange], shards: Shards, step: str
+) -> dict[int, list[Tensor]]:  # fmt: skip
+    """What the moves bring each rank, as [B, heads, tokens of the group, D]. heads: those of each rank, which it has
+    also where its group has no tokens."""
     into = {}
     for r, tensors in shards.items():
-        count, tokens = heads.get(r, 0), work.schedule.tokens(r)
-        into[r] = [x.new_empty(tokens, x.shape[0], count, x.shape[3]) for x in tensors]
+        (first, last), tokens = heads[r], work.schedule.tokens(r)
+        into[r] = [x.new_empty(tokens, x.shape[0], last - first, x.shape[3]) for x in tensors]
     sent = {r: [by_token(x) for x in tensors] for r, tensors in shards.items()}
     work.ring.wait(work.move(moves, sent, into, step))
     return {r: [by_head(x) for x in tensors] for r, tensors in into.items()}
 
 
 def _returned(
-    work: Work, moves: Moves, tensors: Shards, heads: int, step: str, fill: Sequence[float] = (0.0, 0.0, 0.0)
-) -> dict[int, list[Tensor]]:
-    """The reverse of `_gathered`, of so many heads; a head that several ranks held gets their sum, in fp32. fill: of
-    padding."""
+    work: Work, moves: Moves, tensors: Shards, heads: int, step: str, *, several: bool = False,
+    fill: Sequence[float] = (0.0, 0.0, 0.0),
+) -> dict[int, list[Tensor]]:  # fmt: skip
+    """The reverse of `_gathered`, of so many heads. several: ranks hold the same heads, which get their sum, in fp32.
+    fill: of padding."""
     posted, landed = post_back(work, moves, tensors, step)
     work.ring.wait(posted)
-    held = {move.target: move.heads[1] - move.heads[0] for move in moves}
     found = {}
     for r, mine in tensors.items():
-        several = work.schedule.degree * held.get(r, 0) > heads
         padded = length(work.schedule.layout.ranges[r]) < work.schedule.layout.local
         found[r] = []
         for i, x in enumerate(mine):
@@ -146,7 +155,7 @@ def _attend_part(
     rows = {
         r: Rows(
             q, v.shape[3], _overlap(work, r, drops), work.kernel.summand(q), terms[r].sinks,
-            None if into is None else into[r],
+            length(work.schedule.groups.ranges[r // work.schedule.degree]), None if into is None else into[r],
         )
         for r, (q, _, v) in shards.items()
     }  # fmt: skip

@@ -188,7 +188,7 @@ def _sinks(work: Work, rank: int, result: Sequence[Tensor | None], found: Tensor
         sinks = of_rank(work, rank).sinks.to(lse.dtype)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         delta = delta if dlse is None else delta - dlse
-        found = -(torch.where(lse > NO_KEYS, torch.exp(sinks[None, :, None] - lse), 0.0) * delta).sum((0, 2))
+        found = -torch.where(lse > NO_KEYS, torch.exp(sinks[None, :, None] - lse) * delta, 0.0).sum((0, 2))
     if work.schedule.degree == 1:
         return found.to(whole.dtype)
     made = torch.zeros_like(whole)

@@ -25,8 +25,8 @@ class Layout:
     """The tokens of each rank, as ranges of the whole sequence.
 
     tokens: real tokens of the sequence. ranges: of each rank, ascending and disjoint; a rank's local tensor holds them
-    one after another. local: tokens of every rank's local tensor; what the ranges leave is padding, at the end. Raises
-    ValueError unless each token is in one range.
+    one after another. Those that touch become one, and empty ones are left out. local: tokens of every rank's local
+    tensor; what the ranges leave is padding, at the end. Raises ValueError unless each token is in one range.
     """
 
     tokens: int
@@ -49,6 +49,8 @@ class Layout:
                 f"Layout: the ranges of a rank must ascend and hold at most local tokens, {self.local}; the longest "
                 f"hold {longest}"
             )
+        # one form for one layout: keys travel by runs, and a run lies within a range
+        object.__setattr__(self, "ranges", tuple(map(joined, self.ranges)))
 
     def __hash__(self) -> int:
         return self._hash

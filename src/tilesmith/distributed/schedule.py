@@ -259,7 +259,7 @@ class Schedule:
     @cached_property
     def alike(self) -> bool:
         """Whether queries, keys and values are exchanged alike."""
-        return self.q_moves == self.kv_moves
+        return self.q_heads == self.kv_heads
 
     def pairs(self, rank: int) -> int:
         """Pairs of a query and a key that a rank computes, of each of its heads."""

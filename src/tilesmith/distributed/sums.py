@@ -25,14 +25,15 @@ class Rows:
 
     Rows that one call answers keep its result, which has the sinks in it, or that of a later call in its place. Those
     that several answer are sums, and so are all rows of these calls. summand: the dtype of results that are parts of
-    sums. into: out and lse that are to be written; else they are made.
+    sums. tokens: how many rows there are before the padding. into: out and lse that are to be written; else they are
+    made.
     """
 
     def __init__(
-        self, q: Tensor, value_dim: int, overlap: Overlap, summand: torch.dtype, sinks: Tensor | None,
+        self, q: Tensor, value_dim: int, overlap: Overlap, summand: torch.dtype, sinks: Tensor | None, tokens: int,
         into: Sequence[Tensor] | None = None,
     ):  # fmt: skip
-        self.q, self.value_dim, self.sinks, self._into = q, value_dim, sinks, into
+        self.q, self.value_dim, self.sinks, self._tokens, self._into = q, value_dim, sinks, tokens, into
         self._whole, self._place = (0, q.shape[2]), overlap.place
         # what kernels round is still added in fp32 where there is more than one addition
         dtype = torch.float32 if summand in SMALL and overlap.most > 2 else summand
@@ -56,7 +57,7 @@ class Rows:
                 self._put(low, high, *(run(x, low - call.q, high - call.q) for x in (out, lse)))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and lse, of rows that no call answers 0 and that of the sinks, or -inf."""
+        """out in q's dtype and lse, of rows that no call answers 0 and that of the sinks, or -inf; so of padding."""
         while self._sums:
             one = self._sums.pop()
             out, lse = one.total(self.sinks)
@@ -85,7 +86,7 @@ class Rows:
             self.out.zero_()
             self.lse.fill_(NO_KEYS)
             if self.sinks is not None:
-                self.lse.copy_(self.sinks[:, None])
+                run(self.lse, 0, self._tokens).copy_(self.sinks[:, None])
 
 
 class _Merged:

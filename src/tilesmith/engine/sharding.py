@@ -43,9 +43,12 @@ def call(op: Any, args: tuple) -> Any:
     return spread(op, args, op.sharding) if isinstance(op.sharding, str) else op.sharding(op, args)
 
 
-def spread(op: Any, args: tuple, pattern: str, starts: Mapping[str, str] | None = None) -> Any:
-    """Call the op on each rank's part. starts: int argument -> the letter of the dim it is a position in."""
+def spread(op: Any, args: tuple, pattern: str, starts: Mapping[str, str] | None = None, held: str = "") -> Any:
+    """Call the op on each rank's part. starts: int argument -> the letter of the dim it is a position in. held: letters
+    of dims of which each rank must have some."""
     layout = lay_out(op, args, pattern)
+    for label in held:
+        layout.check_held(label)
     local = layout.local(args)
     for name, label in (starts or {}).items():
         local[op.parameters.index(name)] += layout.start(label)
@@ -135,6 +138,18 @@ class Layout:
     def size(self, label: Label) -> int:
         """How many there are of a label over all ranks."""
         return max(self.sizes[label])
+
+    def check_held(self, label: Label) -> None:
+        """Raise ValueError, on all ranks, where some rank has no part of a dim: the op would refuse it there alone, and
+        the other ranks would wait."""
+        last = self.size(label)
+        for m in self.dims_of(label):  # the last rank has the least
+            last -= min((self.mesh.size(m) - 1) * -(-last // self.mesh.size(m)), last)
+        if last == 0 < self.size(label):
+            raise ValueError(
+                f"{self.name}: a dim of {self.size(label)} is split over {self._parts(label)} ranks, which leaves a "
+                "rank without any; split it over fewer ranks, or redistribute it to Replicate()"
+            )
 
     def start(self, label: Label) -> int:
         """Where this rank's part of a label begins."""

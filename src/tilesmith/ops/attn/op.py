@@ -169,7 +169,7 @@ merge_attention = Op(
     vjp=merge_attention_vjp,
     outputs=("out", "lse"),
     check=checks.check_merge,
-    sharding="bhtd bht bhtd bht -> bhtd bht",
+    sharding="bhtD bht bhtD bht -> bhtD bht",
     kernels={"triton": "tilesmith.ops.attn.triton.merge"},
 )
 

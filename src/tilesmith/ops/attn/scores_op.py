@@ -79,7 +79,7 @@ def _spread(op: Op, args: tuple) -> Tensor | tuple[Tensor, Tensor]:
     """A causal query looks at where it is."""
     rows = "bhT" if args[-1] else "bht"
     outputs = f"{rows}S" if op is attention_weights else f"{rows} {rows}"
-    return spread(op, args, f"{rows}D bhSD {rows} -> {outputs}")
+    return spread(op, args, f"{rows}D bhSD {rows} -> {outputs}", held="h")
 
 
 attention_weights_vjp = Op(

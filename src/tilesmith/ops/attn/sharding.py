@@ -10,7 +10,7 @@ from tilesmith.engine.sharding import spread
 
 def attention(op: Op, args: tuple) -> tuple[Tensor, Tensor]:
     """The engine's `spread` by the pattern of these arguments."""
-    return spread(op, args, _pattern(dict(zip(op.parameters, args))))
+    return spread(op, args, _pattern(dict(zip(op.parameters, args))), held="h")
 
 
 def _pattern(given: dict[str, Any]) -> str:
