@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -126,6 +127,8 @@ def size(op: str, name: str, value: Any, least: int = 1) -> int:
 
 def number(op: str, name: str, value: Any, least: float | None = None) -> float:
     """value, a finite number of at least `least`, or an error."""
+    if type(value) is float and (-_LARGEST if least is None else least) <= value <= _LARGEST:  # the usual case
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{op}: {name} must be a number, got {_came(value)}")
     if not float("-inf") < value < float("inf"):
@@ -155,6 +158,8 @@ def probability(op: str, name: str, p: Any) -> float:
 
 def flag(op: str, name: str, value: Any) -> bool:
     """value, or TypeError unless it is True or False."""
+    if value is True or value is False:  # the usual case, on the way of every call
+        return value
     if not isinstance(value, bool | torch.SymBool):
         raise TypeError(f"{op}: {name} must be True or False, got {_came(value)}")
     return value
@@ -196,6 +201,9 @@ def choice(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, allowed))}, got {_came(value)}")
     return value
+
+
+_LARGEST = sys.float_info.max
 
 
 def _came(value: Any) -> str:
