@@ -126,7 +126,7 @@ def test_what_a_level_leaves_is_named():
     report = create_unified_attention_fusion(qwen3_moe(), FULL, CONSERVATIVE).fusion_report
     left = {row.rule for row in report.skipped if row.reason.endswith("left to OptimizationLevel.BALANCED")}
     assert {"experts", "attention", "loss"} <= left and not left & {"norm", "rope"}
-    assert "packs them at OptimizationLevel.AGGRESSIVE" in str(report)
+    assert "create_unified_attention_fusion does so at OptimizationLevel.AGGRESSIVE" in str(report)
     layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1)
     rows = create_unified_attention_fusion(layer, FFN).fusion_report.skipped
     assert any(row.reason == "its blocks by the ops: attention: not part of FusionStrategy.FFN_ONLY" for row in rows)
