@@ -1,6 +1,5 @@
 """Attention on 8-bit queries, keys and values for whatever kernel reads them in 16 bits."""
 
-import torch
 from torch import Tensor
 
 from tilesmith.engine import register_kernel

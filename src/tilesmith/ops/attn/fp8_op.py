@@ -1,4 +1,4 @@
-"""Attention in e4m3: attention_quantize, and the door to a forward in 8 bits with a backward in the inputs' dtype.
+"""Attention in e4m3: attention_quantize, and the door to a forward in 8 bits with a backward in 16 or more.
 
 Legend: see op.py.
 """
@@ -117,11 +117,10 @@ def attention_fp8(
     16, causal or no mask), and p is rounded to e4m3, for lse too. Elsewhere, and with other masks or scores, kernels
     for bf16 get the numbers in bf16, which takes longer than `attention` does. NaN and infinities must not come, not in
     keys that nobody sees either: they reach what shares their factor or mean.
-    Backward: that of `attention` at q, k and v as they came, in their dtype, with the forward's out and lse. That the
-    forward rounded counts for nothing in it, and p = exp(score - lse) puts the scores of the values that came against
-    the lse of the rounded ones: a row of p sums to exp(exact lse - lse) instead of 1, and its gradients have that
-    factor (normal values at head dim 128: off by 0.4 % on average, 2 % at most). It grows with the scores: where these
-    have a standard deviation of 4, gradients are off by 15 %, of 8 by 40 %, and out by 8 and 11 %.
+    Backward: that of `attention` at the values that the forward multiplied, as if they had not been rounded; e4m3
+    values and factors are all that is kept of q, k and v. It multiplies in bf16, which has those values exactly, or in
+    fp32 and fp64 for such inputs. Gradients are off by more than out: at head dim 128, where scores have a standard
+    deviation of 1, by 5 % (out by 5 %), of 4 by 11 % (9 %), of 8 by 21 % (11 %), of 16 by 35 % (15 %).
     Raises ValueError or TypeError as `attention` and `attention_quantize` do.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -176,7 +175,8 @@ class _AttentionFp8(torch.autograd.Function):
         if dq is not None and smooth and dlse is not None:
             dq = _with_mean(dq, mean, dlse, lse, _scale(ctx.given, q))
         if rotate:
-            dq, dk = (None if dx is None else _rotated_back(dx) for dx in (dq, dk))
+            signs = quantize_reference.hadamard_signs(q.shape[3], dtype, q.device)
+            dq, dk = (None if dx is None else _rotated_back(dx, signs) for dx in (dq, dk))
         if cos is not None:
             dq, dk = (
                 None if dx is None else _turned_back(dx, *_angles(dx, cos, sin, k.shape[2]), interleaved)
@@ -207,11 +207,10 @@ def _with_mean(dq: Tensor, mean: Tensor, dlse: Tensor, lse: Tensor, scale: float
     return torch.addcmul(dq, dlse, mean).to(dq.dtype)
 
 
-def _rotated_back(dx: Tensor) -> Tensor:
-    """dx [B, H, T, D] times the Hadamard matrix, rounded once. The root goes into the sum: bf16 does not have it."""
+def _rotated_back(dx: Tensor, signs: Tensor) -> Tensor:
+    """dx [B, H, T, D] times the Hadamard matrix, rounded once. Its root goes into the sum: bf16 does not have it."""
     first = dx.stride(1) < dx.stride(2)
     rows = dx.transpose(1, 2) if first else dx
-    signs = quantize_reference.hadamard_signs(dx.shape[3], dx.dtype, dx.device)
     shape, nothing = rows.shape, dx.new_zeros(1)
     rows = torch.addmm(nothing, rows.reshape(-1, shape[3]), signs, beta=0, alpha=shape[3] ** -0.5).view(shape)
     return rows.transpose(1, 2) if first else rows
