@@ -201,7 +201,7 @@ def _dequantised(x8: Tensor, factors: Tensor, tokens_first: bool, dtype: torch.d
 
 def _with_mean(dq: Tensor, mean: Tensor, dlse: Tensor, lse: Tensor, scale: float) -> Tensor:
     """dq and what scale * shift, which `lse` was given, adds to it: the mean of the keys [B, G, D] for each query.
-    Nothing where a query saw no key. `out` has none of it, and dk none at all: a mean is made up of its keys."""
+    Nothing where a query saw no key. `out` has none of it. In dk it cancels, since the keys make up their mean."""
     dlse = torch.where(lse == float("-inf"), 0.0, dlse * scale).unsqueeze(-1)
     mean = mean.repeat_interleave(dq.shape[1] // mean.shape[1], 1).unsqueeze(2)
     return torch.addcmul(dq, dlse, mean).to(dq.dtype)
