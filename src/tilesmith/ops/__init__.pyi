@@ -197,8 +197,8 @@ def attention_quantize(
     smooth: bool = True,
     rotate: bool = True,
     interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v as `attention` takes them in float8_e4m3fn: (q8, k8, v8, q_scale, k_scale, v_scale, shift).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v as `attention` takes them in float8_e4m3fn: (q8, k8, v8, q_scale, k_scale, v_scale, shift, mean).
 
     q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]: fp64, fp32, fp16 or bf16, one dtype, any strides.
 
@@ -216,11 +216,12 @@ def attention_quantize(
       once.
 
     Returns q8, k8 and v8 of the shapes of q, k and v; q_scale, k_scale and v_scale fp32, [B, H or G, ceil(tokens /
-    128)], [B, H or G, 1] or [1, 1, 1]; shift. q8 lies in memory as q does ([B, T, H, D] if its head stride is smaller
-    than its token stride, else contiguous); k8 in [B, G, S16, D] and v8 in [B, G, Dv, S16], where S16 is S rounded up
-    to a multiple of 16. Everything is computed in fp32 (fp64 for fp64), so a value that was moved or rotated and lies
-    between two codes may get either. A NaN or an infinity reaches what shares its factor or mean. There are no
-    gradients: those of a forward in e4m3 are `attention_fp8`'s.
+    128)], [B, H or G, 1] or [1, 1, 1]; shift; mean [B, G, D] fp32, what was taken off the keys, times the Hadamard
+    matrix if rotate, so that k8 times its factors + mean are the keys (empty if not smooth). q8 lies in memory as q
+    does ([B, T, H, D] if its head stride is smaller than its token stride, else contiguous); k8 in [B, G, S16, D] and
+    v8 in [B, G, Dv, S16], where S16 is S rounded up to a multiple of 16. Everything is computed in fp32 (fp64 for
+    fp64), so a value that was moved or rotated and lies between two codes may get either. A NaN or an infinity reaches
+    what shares its factor or mean. There are no gradients: those of a forward in e4m3 are `attention_fp8`'s.
     """
 
 def attention_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:

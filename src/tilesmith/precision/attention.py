@@ -14,7 +14,7 @@ GRANULARITIES = ("block", "head", "tensor")
 
 @dataclass(frozen=True)
 class FP8AttentionConfig:
-    """How attention quantises q, k and v to E4M3; the backward is that of `ops.attention` at q, k and v as they came.
+    """How attention quantises q, k and v to E4M3; the backward is that of `ops.attention` at the quantised values.
 
     granularity: whose largest element a factor comes from: a "block" of 128 tokens of a head, a "head" or the "tensor".
     smooth: the mean of each head's keys is taken off them; None: where no softcap forbids it.

@@ -1,6 +1,5 @@
 """Attention on 8-bit queries, keys and values for whatever kernel reads them in 16 bits."""
 
-import torch
 from torch import Tensor
 
 from tilesmith.engine import register_kernel
@@ -25,7 +24,7 @@ def attention(call) -> tuple[Tensor, Tensor]:
     serves that dtype."""
     like = reference.out_like(call.q, call.v.shape[3])
     q, k, v = (
-        _widened(x, factor, like.dtype)
+        x if factor is None else widened(x, factor, reference.out_like(x, x.shape[3]))
         for x, factor in ((call.q, call.q_scale), (call.k, call.k_scale), (call.v, call.v_scale))
     )
     out, lse = attention_op.run(call._replace(q=q, k=k, v=v, q_scale=None, k_scale=None, v_scale=None))
@@ -33,9 +32,6 @@ def attention(call) -> tuple[Tensor, Tensor]:
     return (out if out.stride() == like.stride() else like.copy_(out)), lse
 
 
-def _widened(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x times its factors in `dtype`, rounded once (every 8-bit number is one of bf16 and fp16), last stride 1."""
-    if factor is None:
-        return x
-    x = x.to(dtype, memory_format=torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format)
-    return torch.mul(x, reference.by_token(factor, x), out=torch.empty_like(x))
+def widened(x: Tensor, factor: Tensor, into: Tensor) -> Tensor:
+    """into, filled with x times its factors, rounded once: every 8-bit number is one of bf16 and fp16."""
+    return into.copy_(x).mul_(reference.by_token(factor, x))

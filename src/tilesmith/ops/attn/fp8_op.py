@@ -1,4 +1,4 @@
-"""Attention in e4m3: attention_quantize, and the door to a forward in 8 bits with a backward in the inputs' dtype.
+"""Attention in e4m3: attention_quantize, and the door to a forward in 8 bits with a backward in 16 or more.
 
 Legend: see op.py.
 """
@@ -11,10 +11,11 @@ from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import attributed_to, tensor
 from tilesmith.engine.choice import pinned
 from tilesmith.ops.attn import checks, quantize_reference
+from tilesmith.ops.attn.dequantised import widened
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import EVERYTHING, SCALED, attention_op, attention_vjp, with_unit_stride
 from tilesmith.ops.attn.reference import FACTOR_BLOCK
-from tilesmith.ops.rotary.op import rope, rope_vjp
+from tilesmith.ops.rotary.op import rope_vjp
 
 GRANULARITIES = ("block", "head", "tensor")
 
@@ -29,7 +30,8 @@ def _fake(
         rows = (1, 1) if granularity == "tensor" else x.shape[:2]
         scales.append(x.new_empty(*rows, tokens, dtype=torch.float32))
     shift = q.new_empty(q.shape[:3] if smooth else 0, dtype=torch.float32)
-    return *quantize_reference.outputs_like(q, k, v), *scales, shift
+    mean = k.new_empty((*k.shape[:2], k.shape[3]) if smooth else 0, dtype=torch.float32)
+    return *quantize_reference.outputs_like(q, k, v), *scales, shift, mean
 
 
 def _check(
@@ -81,7 +83,7 @@ def _check_angles(name: str, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tens
 attention_quantize = Op(
     quantize_reference.attention_quantize,
     fake=_fake,
-    outputs=("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "shift"),
+    outputs=("q8", "k8", "v8", "q_scale", "k_scale", "v_scale", "shift", "mean"),
     check=_check,
     kernels={"triton": "tilesmith.ops.attn.triton.quantize"},
 )
@@ -115,11 +117,10 @@ def attention_fp8(
     16, causal or no mask), and p is rounded to e4m3, for lse too. Elsewhere, and with other masks or scores, kernels
     for bf16 get the numbers in bf16, which takes longer than `attention` does. NaN and infinities must not come, not in
     keys that nobody sees either: they reach what shares their factor or mean.
-    Backward: that of `attention` at q, k and v as they came, in their dtype, with the forward's out and lse. That the
-    forward rounded counts for nothing in it, and p = exp(score - lse) puts the scores of the values that came against
-    the lse of the rounded ones: a row of p sums to exp(exact lse - lse) instead of 1, and its gradients have that
-    factor (normal values at head dim 128: off by 0.4 % on average, 2 % at most). It grows with the scores: where these
-    have a standard deviation of 4, gradients are off by 15 %, of 8 by 40 %, and out by 8 and 11 %.
+    Backward: that of `attention` at the values that the forward multiplied, as if they had not been rounded; e4m3
+    values and factors are all that is kept of q, k and v. It multiplies in bf16, which has those values exactly, or in
+    fp32 and fp64 for such inputs. Gradients are off by more than out: at head dim 128, where scores have a standard
+    deviation of 1, by 5 % (out by 5 %), of 4 by 11 % (9 %), of 8 by 21 % (11 %), of 16 by 35 % (15 %).
     Raises ValueError or TypeError as `attention` and `attention_quantize` do.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -145,39 +146,78 @@ def attention_fp8(
 class _AttentionFp8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cos, sin, given, how):
-        ctx.given, ctx.interleaved, ctx.pin = given, how[3], pinned("attention_vjp")
-        q8, k8, v8, q_scale, k_scale, v_scale, shift = attention_quantize(q, k, v, cos, sin, *how)
-        out, lse = attention_op(q8, k8, v8, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **given)
-        if how[1]:
-            scale = given.get("scale")
-            lse = torch.add(lse, shift, alpha=q.shape[3] ** -0.5 if scale is None else scale)
+        ctx.set_materialize_grads(False)
+        ctx.given, ctx.how, ctx.pin = given, how, pinned("attention_vjp")
+        ctx.dtype, ctx.tokens_first = q.dtype, tuple(x.stride(1) < x.stride(2) for x in (q, k, v))
+        *values, q_scale, k_scale, v_scale, shift, mean = attention_quantize(q, k, v, cos, sin, *how)
+        out, lse = attention_op(*values, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **given)
         if out.dtype != q.dtype:  # `to` would pass it on: compiled by torch 2.11, such an output lost its gradient
             out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, cos, sin, out, lse)
+        ctx.save_for_backward(*values, q_scale, k_scale, v_scale, mean, cos, sin, out, lse)
+        if how[1]:
+            lse = torch.add(lse, shift, alpha=_scale(given, q))
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, cos, sin, out, lse = ctx.saved_tensors
-        angles = [] if cos is None else [_angles(x, cos, sin, k.shape[2]) for x in (q, k)]
-        if cos is not None:
-            q, k = (
-                rope(x, None, *tables, offset=n, interleaved=ctx.interleaved)[0]
-                for x, (*tables, n) in zip((q, k), angles)
-            )
+        *values, q_scale, k_scale, v_scale, mean, cos, sin, out, lse = ctx.saved_tensors
+        _, smooth, rotate, interleaved = ctx.how
+        # 16-bit inputs in bf16: what was multiplied is exact in it, and beyond fp16 where a rotation added up a row
+        dtype = torch.bfloat16 if ctx.dtype.itemsize == 2 else ctx.dtype
+        scales = (q_scale, k_scale, v_scale)
+        q, k, v = (_dequantised(*x, dtype) for x in zip(values, scales, ctx.tokens_first))
         named = dict(zip(attention_op.parameters, attention_op.bind((q, k, v), ctx.given)))
-        named.update(dout=dout, dlse=dlse, out=out, lse=lse, output_mask=(*ctx.needs_input_grad[:3], False, False))
+        named.update(dout=None if dout is None else dout.to(dtype), dlse=dlse, out=out.to(dtype), lse=lse)
+        named.update(output_mask=(*ctx.needs_input_grad[:3], False, False))
         gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
         dq, dk, dv = (dx if wanted else None for dx, wanted in zip(gradients, ctx.needs_input_grad[:3]))
+        if dq is not None and smooth and dlse is not None:
+            dq = _with_mean(dq, mean, dlse, lse, _scale(ctx.given, q))
+        if rotate:
+            signs = quantize_reference.hadamard_signs(q.shape[3], dtype, q.device)
+            dq, dk = (None if dx is None else _rotated_back(dx, signs) for dx in (dq, dk))
         if cos is not None:
             dq, dk = (
-                None
-                if dx is None
-                else rope_vjp(dx, None, *tables, None, None, None, n, ctx.interleaved, False, False, (True, False))[0]
-                for dx, (*tables, n) in zip((dq, dk), angles)
+                None if dx is None else _turned_back(dx, *_angles(dx, cos, sin, k.shape[2]), interleaved)
+                for dx in (dq, dk)
             )
+        dq, dk, dv = (None if dx is None else dx.to(ctx.dtype) for dx in (dq, dk, dv))
         return dq, dk, dv, None, None, None, None
+
+
+def _scale(given: dict, q: Tensor) -> float:
+    scale = given.get("scale")
+    return q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _dequantised(x8: Tensor, factors: Tensor, tokens_first: bool, dtype: torch.dtype) -> Tensor:
+    """x8 [B, H, T, D] times its factors in dtype; tokens_first: in memory [B, T, H, D], else contiguous."""
+    batch, heads, tokens, dim = x8.shape
+    if tokens_first:
+        return widened(x8, factors, x8.new_empty(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2))
+    return widened(x8, factors, x8.new_empty(x8.shape, dtype=dtype))
+
+
+def _with_mean(dq: Tensor, mean: Tensor, dlse: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """dq and what scale * shift, which `lse` was given, adds to it: the mean of the keys [B, G, D] for each query.
+    Nothing where a query saw no key. `out` has none of it. In dk it cancels, since the keys make up their mean."""
+    dlse = torch.where(lse == float("-inf"), 0.0, dlse * scale).unsqueeze(-1)
+    mean = mean.repeat_interleave(dq.shape[1] // mean.shape[1], 1).unsqueeze(2)
+    return torch.addcmul(dq, dlse, mean).to(dq.dtype)
+
+
+def _rotated_back(dx: Tensor, signs: Tensor) -> Tensor:
+    """dx [B, H, T, D] times the Hadamard matrix, rounded once. Its root goes into the sum: bf16 does not have it."""
+    first = dx.stride(1) < dx.stride(2)
+    rows = dx.transpose(1, 2) if first else dx
+    shape, nothing = rows.shape, dx.new_zeros(1)
+    rows = torch.addmm(nothing, rows.reshape(-1, shape[3]), signs, beta=0, alpha=shape[3] ** -0.5).view(shape)
+    return rows.transpose(1, 2) if first else rows
+
+
+def _turned_back(dx: Tensor, cos: Tensor, sin: Tensor, offset: int, interleaved: bool) -> Tensor:
+    return rope_vjp(dx, None, cos, sin, None, None, None, offset, interleaved, False, False, (True, False))[0]
 
 
 def _angles(x: Tensor, cos: Tensor, sin: Tensor, keys: int) -> tuple[Tensor, Tensor, int]:

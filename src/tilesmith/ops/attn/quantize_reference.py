@@ -24,8 +24,8 @@ def attention_quantize(
     smooth: bool = True,
     rotate: bool = True,
     interleaved: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v as `attention` takes them in float8_e4m3fn: (q8, k8, v8, q_scale, k_scale, v_scale, shift).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v as `attention` takes them in float8_e4m3fn: (q8, k8, v8, q_scale, k_scale, v_scale, shift, mean).
 
     q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]: fp64, fp32, fp16 or bf16, one dtype, any strides.
 
@@ -43,11 +43,12 @@ def attention_quantize(
       once.
 
     Returns q8, k8 and v8 of the shapes of q, k and v; q_scale, k_scale and v_scale fp32, [B, H or G, ceil(tokens /
-    128)], [B, H or G, 1] or [1, 1, 1]; shift. q8 lies in memory as q does ([B, T, H, D] if its head stride is smaller
-    than its token stride, else contiguous); k8 in [B, G, S16, D] and v8 in [B, G, Dv, S16], where S16 is S rounded up
-    to a multiple of 16. Everything is computed in fp32 (fp64 for fp64), so a value that was moved or rotated and lies
-    between two codes may get either. A NaN or an infinity reaches what shares its factor or mean. There are no
-    gradients: those of a forward in e4m3 are `attention_fp8`'s.
+    128)], [B, H or G, 1] or [1, 1, 1]; shift; mean [B, G, D] fp32, what was taken off the keys, times the Hadamard
+    matrix if rotate, so that k8 times its factors + mean are the keys (empty if not smooth). q8 lies in memory as q
+    does ([B, T, H, D] if its head stride is smaller than its token stride, else contiguous); k8 in [B, G, S16, D] and
+    v8 in [B, G, Dv, S16], where S16 is S rounded up to a multiple of 16. Everything is computed in fp32 (fp64 for
+    fp64), so a value that was moved or rotated and lies between two codes may get either. A NaN or an infinity reaches
+    what shares its factor or mean. There are no gradients: those of a forward in e4m3 are `attention_fp8`'s.
     """
     acc = torch.promote_types(q.dtype, torch.float32)
     rows, columns, values = (x.to(acc).contiguous() for x in (q, k, v))
@@ -55,14 +56,15 @@ def attention_quantize(
         angles = [x[..., : k.shape[2], :] for x in (cos, sin)]
         columns, _ = rope(columns, None, *angles, interleaved=interleaved)
         rows, _ = rope(rows, None, *(x[..., k.shape[2] - q.shape[2] :, :] for x in angles), interleaved=interleaved)
-    shift = q.new_empty(0, dtype=torch.float32)
+    matrix = hadamard(q.shape[3], acc, q.device) if rotate else None
+    shift, taken = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
     if smooth:
         picked = torch.arange(k.shape[2], device=k.device) // FACTOR_BLOCK % smoothed_step(k.shape[2]) == 0
         mean = (columns * picked.unsqueeze(-1)).sum(2, keepdim=True) / picked.sum().clamp(min=1)
         columns = columns - mean
         shift = (rows * mean.repeat_interleave(q.shape[1] // k.shape[1], 1)).sum(-1).to(torch.float32)
+        taken = (mean @ matrix if rotate else mean).squeeze(2).to(torch.float32)
     if rotate:
-        matrix = hadamard(q.shape[3], acc, q.device)
         rows, columns = rows @ matrix, columns @ matrix
     q8, k8, v8 = outputs_like(q, k, v)
     scales = []
@@ -70,7 +72,7 @@ def attention_quantize(
         scale = _scale(x, granularity)
         x8.copy_((x / by_token(scale, x)).clamp(-GREATEST, GREATEST))
         scales.append(scale.to(torch.float32))
-    return q8, k8, v8, *scales, shift
+    return q8, k8, v8, *scales, shift, taken
 
 
 def smoothed_step(tokens: int) -> int:
@@ -96,10 +98,16 @@ def outputs_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def hadamard(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The Hadamard matrix of an order that is a power of two, Sylvester's, over the order's root: its own inverse."""
-    matrix = torch.ones(1, 1, dtype=dtype, device=device)
-    while len(matrix) < order:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix * order**-0.5
+    return hadamard_signs(order, dtype, device) * order**-0.5
+
+
+def hadamard_signs(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The Hadamard matrix of 1 and -1: element (i, j) is negative where i & j has an odd number of bits."""
+    matrix, bit = torch.ones(order, order, dtype=dtype, device=device), order // 2
+    while bit:
+        matrix.view(-1, 2, bit, order // (2 * bit), 2, bit)[:, 1, :, :, 1].neg_()
+        bit //= 2
+    return matrix
 
 
 def _scale(x: Tensor, granularity: str) -> Tensor:

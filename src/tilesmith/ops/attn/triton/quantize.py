@@ -270,24 +270,25 @@ def attention_quantize(
     interleaved: bool = False,
     *,
     config: QuantizeConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The keys' mean from sums of blocks; then one launch for q, k and v, two where factors are not of blocks."""
     angles = _Angles(cos, sin, interleaved)
-    mean, shift = None, q.new_empty(0, dtype=torch.float32)
+    shift, mean = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
     if smooth:
         mean = _key_mean(k, angles, rotate)
         shift = q.new_empty(q.shape[:3], dtype=torch.float32)
     outputs = outputs_like(q, k, v)
     scales = [x.new_empty(*x.shape[:2], cdiv(x.shape[2], FACTOR_BLOCK), dtype=torch.float32) for x in (q, k, v)]
-    work = _Work((q, k, v), mean, shift if smooth else None, angles, rotate, config)
+    moved = (mean, shift) if smooth else (None, None)
+    work = _Work((q, k, v), *moved, angles, rotate, config)
     if granularity == "block":
         work.run(outputs, scales, (None, None, None))
-        return *outputs, *scales, shift
+        return *outputs, *scales, shift, mean
     work.run((None, None, None), scales, (None, None, None))
     dims = (2,) if granularity == "head" else (0, 1, 2)
     sizes = [x.amax(dims, keepdim=True) if x.numel() else x.sum(dims, keepdim=True) for x in scales]
     work.run(outputs, scales, sizes)
-    return *outputs, *map(factors, sizes), shift
+    return *outputs, *map(factors, sizes), shift, mean
 
 
 class _Angles(NamedTuple):
@@ -350,7 +351,7 @@ def _key_mean(k: Tensor, angles: _Angles, rotate: bool) -> Tensor:
     chunks = cdiv(blocks, step)
     counted = (chunks - 1) * FACTOR_BLOCK + min(FACTOR_BLOCK, tokens - (chunks - 1) * step * FACTOR_BLOCK)
     sums = k.new_empty(batch * heads, chunks, dim, dtype=torch.float32)
-    mean = k.new_empty(batch * heads, dim, dtype=torch.float32)
+    mean = k.new_empty(batch, heads, dim, dtype=torch.float32)
     if sums.numel():
         cos, sin, cos_strides, sin_strides = angles.arguments()
         launch(
