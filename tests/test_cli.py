@@ -95,7 +95,7 @@ def test_doctor_says_what_telling_of_a_gpu_needs(monkeypatch):
     monkeypatch.setattr("tilesmith.engine.backends.triton_missing", lambda: "Triton is not installed")
     code, output = run("doctor", "--device", "cpu")
     output = " ".join(output.split())
-    assert code == 0 and f"{_install.command('interpreter')}, then tilesmith explain rms_norm --arch sm90" in output
+    assert code == 0 and f"{_install.triton()}, then tilesmith explain rms_norm --arch sm90" in output
     assert "TRITON_INTERPRET" not in output  # verify runs what serves calls, as the interpreter does not
 
 

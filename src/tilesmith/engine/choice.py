@@ -195,10 +195,7 @@ def _because(kernel: Kernel, rejected: list[tuple[str, tuple[str, ...]]], device
     """Why this kernel. Of a GPU that is not here nothing is claimed where its kernels cannot even be asked."""
     unasked = not isinstance(device, torch.device) and triton_missing()
     if unasked and any(unasked in reasons for _, reasons in rejected):
-        return (
-            f"not what {device.name} would choose: without Triton its kernels cannot be asked; "
-            f"{_install.command('interpreter')}"
-        )
+        return f"not what {device.name} would choose: without Triton its kernels cannot be asked; {_install.triton()}"
     return f"rank {kernel.rank}, the highest that accepts"
 
 
