@@ -190,7 +190,10 @@ def test_explain_takes_shapes_and_values():
         (("explain", "attention", "--case", "zzz"), "d128_group_of_5_dropout and "),
         (("explain", OP, "--shape", "gate=3x5"), "up"),
         (("explain", OP, "--dtype", "float33"), "'float33' is not a dtype"),
-        (("explain", "attention", "--dtype", "int8"), "--dtype int8 is not served; use float32, float16, bfloat16 or"),
+        (
+            ("explain", "attention", "--dtype", "int8"),
+            "--dtype int8 is not supported; use float32, float16, bfloat16 or",
+        ),
         (("explain", OP, "--device", "gpu7"), "'gpu7' is not a device here"),
         (("verify", OP, "--device", "xpu:9"), "is not on this machine"),
         (("verify", "nothing"), "there is no op 'nothing'"),

@@ -426,7 +426,7 @@ def test_gradients_of_gradients_are_refused():
     out, _ = context_parallel_attention([x, x], [x, x], [x, x], LocalRing(2))
     for loss in (out[0].sum(), out[0].square().sum()):
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(RuntimeError, match="gradients of its gradients are not served"):
+        with pytest.raises(RuntimeError, match="gradients of its gradients are not supported"):
             torch.autograd.grad(dx.sum(), x)
 
 

@@ -143,7 +143,7 @@ def _paged_lengths(name: str, starts_q: Tensor, starts_k: Tensor, k: Tensor, blo
     longest = max(lengths.tolist(), default=0) if readable(lengths) else 0
     if longest > room:
         raise ValueError(
-            f"{name}: cu_seqlens_k tells of a sequence of {longest} keys; block_table has {block_table.shape[1]} pages "
+            f"{name}: cu_seqlens_k has a sequence of {longest} keys; block_table has {block_table.shape[1]} pages "
             f"of {k.shape[1]} for each: give it more pages"
         )
     if readable(lengths) and readable(starts_q):
@@ -182,7 +182,7 @@ def check_slopes(name: str, slopes: Tensor | None, q: Tensor, rows: int, heads: 
     shaped(name, "alibi_slopes", slopes, (heads,), (rows, heads), device=q.device)
     floating(name, "alibi_slopes", slopes)
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: alibi_slopes requires a gradient and receives none; pass alibi_slopes.detach()")
+        raise ValueError(f"{name}: alibi_slopes requires a gradient but would receive none; pass alibi_slopes.detach()")
 
 
 def _checked(

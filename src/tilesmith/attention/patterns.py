@@ -42,7 +42,7 @@ CLOSED = (SparsePattern.RANDOM, SparsePattern.BLOCK_SPARSE, SparsePattern.STRIDE
 def refuse_softcap(of: str, softcap: float, pattern: SparsePattern) -> None:
     """Raise ValueError for a softcap beside a pattern whose shares know none."""
     if softcap and pattern in RANKING:
-        raise ValueError(f"{of}: softcap is not served with {pattern.name}, whose shares know none")
+        raise ValueError(f"{of}: softcap is not supported with {pattern.name}, whose estimate ignores it")
 
 
 def pattern_blocks(

@@ -62,7 +62,7 @@ def masked_and_scored(mask: Any, score: Any, of: str = NAME) -> None:
         raise TypeError(f"{of}: score must be a Score, got {shown(score)}; write Score(scale=0.1), for example")
     for name, value in (("prefix", mask.prefix), ("blocks", mask.blocks)):
         if value is not None:
-            raise ValueError(f"{of}: Mask({name}=...) is not served; say the same as Mask(dense=...)")
+            raise ValueError(f"{of}: Mask({name}=...) is not supported; pass the same mask as Mask(dense=...)")
     for name, x in (("alibi", score.alibi), ("bias", score.bias)):
         if x is not None:
             tensor(of, f"Score({name}=...)", x)

@@ -40,8 +40,8 @@ def explain_context_parallel(
     device: torch.device | str = "cpu",
     group: Group = None,
 ) -> cost.Decision:
-    """Which mode "auto" takes for such a call, why, and what the model says of every mode; which transport moves its
-    tokens between the ranks of `group`, and why, as the call itself finds it.
+    """Which mode "auto" chooses for a call of these sizes and why, with the estimate for every mode; and which
+    transport moves its tokens between the ranks of `group`, and why.
 
     tokens: of the whole sequence; size: ranks; the other sizes are those of q and k, and dtype is theirs. mask, score,
     cu_seqlens, layout: those of the call; of tensors in them only whether they are there counts. machine: the model's

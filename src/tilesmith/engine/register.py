@@ -29,13 +29,15 @@ def register_kernel(
 ) -> Callable[[Function], Function]:
     """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
 
-    A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
-    names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
-    it); with arguments that describe a kernel (backend, rejects, errors, tells, eps, plans) it is a ValueError. A
-    function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and shown by
-    `explain`, without dispatch; a UserWarning says so where its parameters or its result lack annotations.
+    With the name of an existing op this adds a kernel to it: its parameters and results must have the types of the op's
+    reference, else TypeError names both. An unknown name declares a new op with the function as its reference
+    (gradients by autograd through it); arguments that describe a kernel (backend, rejects, errors, tells, eps, plans)
+    then raise ValueError. A function that torch cannot type, or that takes no tensor, is kept as a plain callable,
+    found by name and shown by `explain`, without dispatch; a UserWarning says so if its parameters or its result lack
+    annotations.
 
-    backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
+    backend: a name for this implementation; "custom" if None. rank: the kernel of the highest rank is tried first;
+    unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
     that the method of this kernel may have; tests and `tilesmith verify` allow that much more. tells: the op's
     arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`; the configuration that the

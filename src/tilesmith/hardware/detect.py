@@ -18,7 +18,7 @@ from tilesmith.hardware.facts import Facts, facts, nearest, table
 
 @dataclass(frozen=True, eq=False)
 class Arch:
-    """Facts about one device, in bytes and bytes per second; 0 where nobody says.
+    """Facts about one device, in bytes and bytes per second; 0 if unknown.
 
     There is one object a device, compared by identity, so that it is a cheap part of a key.
 

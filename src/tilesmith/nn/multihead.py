@@ -45,7 +45,7 @@ class AttentionLayer(nn.Module):
 
         attention_mask: [B, T] for keys, or anything that broadcasts to [B, H, T, T]. Bool or integers: True, or other
         than 0, may be attended to. Floating: added to the scores. A query that may attend to nothing gets 0 from the
-        attention. causal: no key behind the query. Raises ValueError or TypeError for other shapes.
+        attention. causal: no key after the query is seen. Raises ValueError or TypeError for other shapes.
         """
         tensor("AttentionLayer", "x", x)
         flag("AttentionLayer", "causal", causal)

@@ -29,11 +29,12 @@ def create_fp8_trainer(
     backward_format: FP8Format = FP8Format.E5M2,
     device: torch.device | None = None,
 ) -> FP8TrainingEngine:
-    """An engine that trains `model` in 8 bits by the delayed recipe. `FP8TrainingEngine` takes other recipes, and other
-    limits than FP8Config's, by which layers of less than 1,024 inputs or outputs are not converted.
+    """An engine that trains `model` in FP8 with the delayed recipe. By default layers with fewer than 1,024 inputs or
+    outputs are not converted. For other recipes and limits pass an `FP8Config` to `FP8TrainingEngine`.
 
     forward_format: of activations and weights. backward_format: of gradients. device: where to move the model first;
-    None: it stays. Raises ValueError for a device that there is not, else as `FP8Config` and `FP8TrainingEngine` do.
+    None: it stays. Raises ValueError for a device that is not available, and otherwise as `FP8Config` and
+    `FP8TrainingEngine` do.
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
     if not isinstance(model, nn.Module):
@@ -44,16 +45,17 @@ def create_fp8_trainer(
 
 
 class FP8TrainingEngine:
-    """Converts a model to 8 bits and runs its training steps.
+    """Converts a model to FP8 and runs its training steps.
 
-    A step whose gradients are not finite on any rank is skipped on all; the loss's factor is then halved, down to
-    2^-16 of where it began, and doubled again after `loss_scale_growth_interval` steps that were not, up to there.
+    A step is skipped on all ranks if a gradient is not finite on any of them. The loss scale is then halved, down to
+    2^-16 of its initial value, and doubled again after `loss_scale_growth_interval` steps that were not skipped, up to
+    that value.
 
     Args:
         model: any module; converted in place by `setup_fp8_training`, also if it is compiled or wrapped already in
             modules that keep the layers. A model that is converted already is taken as it is.
         config: see `FP8Config`. None: the delayed recipe, or that of a model which is converted already.
-        process_group: the ranks that skip together; None: all, where torch.distributed is up.
+        process_group: the ranks that skip steps together; None: all ranks, if torch.distributed is initialised.
 
     As a context manager it converts on entry; on leaving, the model stays converted.
     """
@@ -284,9 +286,7 @@ def _check_targets(targets: Any, loss_fn: Any) -> None:
             f"training_step: loss_fn must be callable, (output, targets) -> loss, got {type(loss_fn).__name__}"
         )
     if targets is None and loss_fn is not None:
-        raise ValueError(
-            "training_step: loss_fn is of no use without targets; pass them, or let the model return its loss"
-        )
+        raise ValueError("training_step: loss_fn needs targets; pass them, or let the model return its loss")
     if targets is None or loss_fn is not None:
         return
     if not isinstance(targets, Tensor):
@@ -294,7 +294,9 @@ def _check_targets(targets: Any, loss_fn: Any) -> None:
             f"training_step: targets must be a tensor, got {type(targets).__name__}; pass a loss_fn for others"
         )
     if targets.dtype == torch.bool or targets.is_complex():
-        raise TypeError(f"training_step: targets are {targets.dtype}; integers and floats are served; pass a loss_fn")
+        raise TypeError(
+            f"training_step: targets are {targets.dtype}; integers and floats are supported; pass a loss_fn"
+        )
 
 
 def _loss(out: Any, targets: Tensor | None, loss_fn: Callable[[Any, Tensor], Tensor] | None) -> Tensor:

@@ -40,11 +40,11 @@ def _check(
     for x_name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in checks.FLOATS or x.dtype != q.dtype:
             raise TypeError(
-                f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is served, one for all"
+                f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is supported, one for all"
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name}: {x_name} requires a gradient, and rounding has none; call it under torch.no_grad(), or "
+                f"{name}: {x_name} requires a gradient, but rounding has none; call it under torch.no_grad(), or "
                 "attention_fp8, which has one"
             )
     checks.check_shapes(name, q, k, v)
@@ -66,7 +66,7 @@ def _check_angles(name: str, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tens
     batch, keys = k.shape[0], k.shape[2]
     for x_name, x in (("cos", cos), ("sin", sin)):
         if x.dtype not in checks.FLOATS:
-            raise TypeError(f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is served")
+            raise TypeError(f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is supported")
         checks.same_device(x_name, x, q, name)
         batches = x.ndim == 2 or (x.ndim == 3 and x.shape[0] in (1, batch))
         if not batches or x.shape[-2] < keys or not 0 < 2 * x.shape[-1] <= q.shape[3] or x.shape != cos.shape:
@@ -113,8 +113,8 @@ def attention_fp8(
     Forward: q, k and v are quantised (`attention_quantize`), and `attention` takes them so. out has q's dtype, by way
     of bf16. On Hopper e4m3 numbers are multiplied (backend `hopper_fp8`: head dims from 64 to 128 that are multiples of
     16, causal or no mask), and p is rounded to e4m3, for lse too. Elsewhere, and with other masks or scores, kernels
-    for bf16 get the numbers in bf16, which takes longer than `attention` does. NaN and infinities must not come, not in
-    keys that nobody sees either: they reach what shares their factor or mean.
+    for bf16 get the numbers in bf16, which takes longer than `attention` does. Inputs must not contain NaN or infinity,
+    not even in keys that no query sees: they spread to whatever shares their factor or mean.
     Backward: that of `attention` at q, k and v as they came, in their dtype, with the forward's out and lse. That the
     forward rounded counts for nothing in it, and p = exp(score - lse) puts the scores of the values that came against
     the lse of the rounded ones: a row of p sums to exp(exact lse - lse) instead of 1, and its gradients have that
@@ -131,7 +131,7 @@ def attention_fp8(
     if score.bias is not None:
         raise ValueError("attention_fp8: score has a bias, which has no gradient here; use attention")
     if score.softcap and smooth:
-        raise ValueError("attention_fp8: smooth moves scores, which a softcap does not forgive; pass smooth=False")
+        raise ValueError("attention_fp8: smooth shifts the scores, which a softcap does not allow; pass smooth=False")
     checks.check_shapes("attention_fp8", q, k, v)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

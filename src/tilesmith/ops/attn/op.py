@@ -294,7 +294,7 @@ def _spelled(misplaced: dict[str, Any]) -> str:
     told = []
     for name, value in misplaced.items():
         if name == "enable_gqa":
-            do = ": leave it out: heads of q that share one of k and v are served as they are"
+            do = ": leave it out: heads of q that share one of k and v need no expanding"
         elif name in _SPELLINGS:
             do = f": write {_SPELLINGS[name]}"
         else:

@@ -58,7 +58,7 @@ def _check_tensors(op: str, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; move them to one device")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{op}: {name} requires a gradient, and writing has none; call it under torch.no_grad() or with "
+                f"{op}: {name} requires a gradient, but writing has none; call it under torch.no_grad() or with "
                 "detached tensors"
             )
         if name.startswith("into") and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):

@@ -14,7 +14,7 @@ def lora_linear(
 ) -> tuple[Tensor, Tensor]:
     """y = x · weightᵀ + bias + scale · (x · lora_aᵀ) · lora_bᵀ: a linear layer with a low-rank adapter (LoRA).
 
-    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is what the adapter adds.
+    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is the adapter's contribution alone.
     lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, whatever x has: fp32 factors beside 16-bit x
     are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does. Sums
     are fp32 (fp64 for fp64).

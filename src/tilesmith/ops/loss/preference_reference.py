@@ -25,7 +25,7 @@ def linear_preference(
     recompute: bool = False,
     grad_mask: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A preference loss of sequences, from x · weightᵀ + bias, whose logits are never whole in memory.
+    """A preference loss of sequences from x · weightᵀ + bias, without materialising all logits.
 
     The loss is the undivided sum that `ops.loss.formulas.FORMULAS[formula]` makes of the labels' log-probabilities; the
     caller divides it by pairs, sequences or tokens (`tilesmith.nn.preference` does). Logits are scaled and capped as in

@@ -45,8 +45,8 @@ def experts_fp8(
 
     The pre-activation and the activation are rounded to `dtype`. The activation of a pair is then cast to e4m3 by the
     factor of its own largest element. The output of each expert is rounded to `dtype`, and the sum over k once more.
-    Tensor cores keep the sums of both products in their own registers all along, which hold 14 bits on Ada and Hopper,
-    as `scaled_matmul` has it with `fast`.
+    Tensor cores accumulate both products in their own registers throughout, which hold 14 bits on Ada and Hopper, as in
+    `scaled_matmul` with `fast`.
 
     Returns y [..., C], contiguous, and pre [S, 2 I], the pre-activations in the order of experts, pairs of one expert
     in the order of tokens; rows of pairs without an expert come last and are 0. `experts_vjp_fp8` has the gradients.

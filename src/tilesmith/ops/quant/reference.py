@@ -34,11 +34,12 @@ def fp8_cast(
 
     x: [..., N], floating, any strides. bound: fp32 [1], what max |x| is expected to be; the factor is the least power
     of two that is at least bound / the format's largest number (1 for a bound of zero). amax: fp32 [1], written; NaN
-    where x holds one, infinite where x holds an infinity: so an overflow and numbers that are not finite are known
-    after the pass, without another one and without asking the device.
+    where x holds one, infinite where x holds an infinity: so overflows and non-finite numbers are detected in the same
+    pass, without waiting for the device.
 
     Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, with zeros in columns that
-    are no rows of x (empty unless `columns`); factor fp32 [1].
+    are no rows of x (empty unless `columns`); factor fp32 [1]. Raises TypeError for other dtypes; ValueError for other
+    shapes, devices and formats, and for an x that requires a gradient.
     """
     factor = factor_of(bound, format)
     values = x / factor.to(wide(x))
@@ -105,7 +106,7 @@ def rms_norm_fp8(
     casting: str = "fp32",
     format: str = "e4m3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rms_norm` and the cast of what it returns in one pass: (y, y8, factor, rstd).
+    """`rms_norm` and the cast of its result in one pass: (y, y8, factor, rstd).
 
     x, weight, eps, offset, casting and y: as `rms_norm` has them; x is contiguous but for a stride of its rows. bound,
     amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. Gradients are the caller's: those
@@ -179,7 +180,7 @@ def scaled_matmul(
     dtype: str = "bfloat16",
     fast: bool = False,
 ) -> Tensor:
-    """a b^T of numbers in 8 bits, each times its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
+    """a b^T of 8-bit numbers, each multiplied by its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
 
     a [M, K], b [N, K]: float8_e4m3fn or float8_e5m2, not both e5m2; contiguous. a_factor, b_factor, fp32: [1] each; or
     [M, 1] and [N, 1]; or, for blocks of 128 along K, [M, ceil(K / 128)] and [N, ceil(K / 128)] or [ceil(N / 128),
