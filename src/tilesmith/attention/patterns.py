@@ -15,7 +15,7 @@ from tilesmith.ops.attn.mask import Blocks
 
 
 class SparsePattern(Enum):
-    """Which blocks of keys a block of queries keeps, beside its own (the one on the diagonal).
+    """Which blocks of keys a block of queries keeps, in addition to its own (the one on the diagonal).
 
     RANDOM: drawn once, other ones for each kv head, one from each of as many equal stretches.
     BLOCK_SPARSE: runs of four neighbouring blocks at equal distances; its own run holds the diagonal.

@@ -66,7 +66,7 @@ def context_parallel_attention(
     of T is padding: it is not attended, its out is 0, its lse -inf, its gradients are 0.
     mode: "allgather" (all keys that a rank's queries see come at once, while it computes with its own), "ring" (rank by
     rank, in memory that does not grow with their number), "ulysses" (tokens are exchanged for heads), "hybrid" (heads
-    among `degree` neighbours, keys among groups of them), or "auto": the cheapest by `explain_context_parallel`, told
+    among `degree` neighbours, keys among groups of them), or "auto": the cheapest by `explain_context_parallel`, logged
     at INFO. degree: of "hybrid" alone; the second dim of a DeviceMesh if None.
     kernel: "tilesmith", or "cudnn" for comparison. timeout: seconds until a rank that does not answer is an error; a
     `Ring` has its own.

@@ -40,13 +40,13 @@ def register_kernel(
     unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
     that the method of this kernel may have; tests and `tilesmith verify` allow that much more. tells: the op's
-    arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`; the configuration that the
-    call would have is its keyword `config`, if its signature has one. eps: call metadata -> output -> the eps of the
+    arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`; it receives the call's
+    configuration as the keyword `config`, if its signature has one. eps: call metadata -> output -> the eps of the
     format in which the hardware keeps its sums, where that is coarser than the output's dtype: tests and `tilesmith
     verify` allow rounding of that size in place of the dtype's. plans: in place of tells, the same arguments -> the
     plan of the call. Its `lines()` are the sentences, and the `kernel` of each of its `steps` is the name of a device
     kernel (`engine.trial`). `plans=rehearsed`, of `tilesmith.engine`, makes plans of what the function itself launches,
-    by a run on tensors without memory; tells may be given beside it, and `optimize_kernel` stands below it.
+    by a run on tensors without memory. tells may then be given as well, and `optimize_kernel` must be below it.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")

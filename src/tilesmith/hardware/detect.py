@@ -80,7 +80,8 @@ def arch_of(device: torch.device | str) -> Arch:
 
 @lru_cache(maxsize=64)
 def arch_named(name: str) -> Arch:
-    """The Arch of `name` from the table alone, for a machine that does not have it. Raises ValueError if unknown."""
+    """The Arch of `name` from the table alone, for a device that this machine does not have. Raises ValueError for an
+    unknown name."""
     row = facts(name)
     if row is None:
         known = ", ".join(dict.fromkeys(row.arch for row in table()))

@@ -228,7 +228,7 @@ def attention_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bo
     """The largest scaled score of each row, m, and the row's sum of exp(score - m), l; together they give lse.
 
     q, k, scale, causal: see `attention_weights`. Returns m and l, [B, H, T], contiguous, fp32 (fp64 for fp64), so that
-    m + log(l) = lse and 1 <= l <= S. A row that sees no key has m = -inf and l = 0.
+    m + log(l) = lse and 1 <= l <= S. A row that sees no key has m = -inf and l = 0. Raises as `attention_weights` does.
     """
 
 def attention_vjp(
@@ -819,25 +819,25 @@ def experts_vjp_fp8(
     """Gradients (dx, dgate_up, ddown, dweights) of `experts_fp8` as if nothing had been rounded to 8 bits; an empty
     tensor where `output_mask` is False.
 
-    dy: [..., C], the gradient as it came, and pre: [S, 2 I], what `experts_fp8` returned: of one floating dtype, which
-    dx, dgate_up and ddown have too. dy8 and dy_factor: dy by `fp8_cast_rows`. x: [..., C], the tokens as they came in
-    dy's dtype, with x_factor None; or what the forward took as x8, with its x_factor. gate_up8_t: [E, C, 2 I] and
-    down8_t: [E, I, C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
+    dy: [..., C], the unrounded gradient, and pre: [S, 2 I], as `experts_fp8` returned it: of one floating dtype, which
+    dx, dgate_up and ddown have too. dy8 and dy_factor: dy cast by `fp8_cast_rows`. x: [..., C], the original tokens in
+    dy's dtype, with x_factor None; or the forward's x8, with its x_factor. gate_up8_t: [E, C, 2 I] and down8_t: [E, I,
+    C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
     as in the forward.
 
     Gradients of the activation and of x are products of 8-bit numbers: of dy8, and of the gradient of the
-    pre-activation, which is cast by the factor of each row's largest element. Gradients of the weights are products in
-    dy's dtype, of x and dy as they came, with x_factor None. Else they are products of 8-bit numbers as well: of x, of
-    dy8, of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of
-    rows, each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become
-    smaller than the format's smallest normal one.
+    pre-activation, which is cast by the factor of each row's largest element. With x_factor None, gradients of the
+    weights are products of x and dy in dy's dtype. Otherwise they are products of 8-bit numbers as well: of x, of dy8,
+    of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of rows,
+    each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become smaller
+    than the format's smallest normal one.
     dgate_up [E, 2 I, C] and ddown [E, C, I] are contiguous; dweights has the weights' shape and dtype. The gradient of
     the activation, that of the pre-activation, the weighted activation and the gradient of each pair's x are rounded to
     dy's dtype.
     """
 
 def fp8_amax(x: Tensor) -> Tensor:
-    """max |x| over all of x as fp32 [1]; NaN where x holds one, 0 for an empty x. x: any shape, floating."""
+    """max |x| over all of x as fp32 [1]; NaN if x holds one, 0 for an empty x. x: any shape, floating."""
 
 def fp8_cast(
     x: Tensor,
@@ -854,9 +854,10 @@ def fp8_cast(
     where x holds one, infinite where x holds an infinity: so overflows and non-finite numbers are detected in the same
     pass, without waiting for the device.
 
-    Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, with zeros in columns that
-    are no rows of x (empty unless `columns`); factor fp32 [1]. Raises TypeError for other dtypes; ValueError for other
-    shapes, devices and formats, and for an x that requires a gradient.
+    Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, where M16 is the number of
+    rows of x rounded up to a multiple of 16 and the added columns are 0 (empty unless `columns`); factor fp32 [1].
+    Raises TypeError for other dtypes; ValueError for other shapes, devices and formats, and for an x that requires a
+    gradient.
     """
 
 def fp8_cast_blocks(
@@ -867,7 +868,8 @@ def fp8_cast_blocks(
     x: [M, N], floating. square: the factors are those of blocks of 128 x 128 elements; else each layout has its own, of
     128 neighbours along its last dim. rows: x8 [M, N] with factor [M, ceil(N / 128)] fp32, whose memory runs along M;
     square: [ceil(M / 128), ceil(N / 128)], contiguous. columns: x8_t [N, M16] and factor_t of it likewise, from x and
-    not from x8. What is not asked for is empty.
+    not from x8. Outputs that are not requested are empty. Raises TypeError for other dtypes, ValueError for other
+    shapes and formats.
     """
 
 def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -882,11 +884,13 @@ def fp8_cast_rows(x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3") -> tuple[
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 
     x: [..., N], floating. A row's factor is that of its largest absolute element, or of 2^-100 where that is smaller: a
-    row of zeros has the least factor, so that rows which share one, the largest of theirs, lose nothing by it.
+    row of zeros has the least factor, so that rows that share one, the largest of theirs, lose nothing by it. Raises
+    TypeError for a dtype that is not floating; ValueError for a scalar, another format, and an x that requires a
+    gradient.
     """
 
 def fp8_transpose(x8: Tensor) -> Tensor:
-    """x8 [..., N] in 8 bits as [N, M16], with zeros in columns that are no rows of x8."""
+    """x8 [..., N] in 8 bits as [N, M16], M16 its rows rounded up to a multiple of 16; the added columns are 0."""
 
 def geglu(gate: Tensor, up: Tensor, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
     """gelu(gate, approximate) * up, element by element (GeGLU without its projections, arXiv:2002.05202).
@@ -1115,10 +1119,10 @@ def linear_act(
     ops would; a kernel that activates while it multiplies rounds only y.
 
     Saved for the backward: x, weight, bias and y; for gelu, gelu_tanh and silu the pre-activation too (y's size), since
-    y does not tell their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0 for
-    inputs below 2.4e-4, whose square is no longer a number there.
-    keep_pre: whether the pre-activation is written for the backward. None: where autograd will ask for a gradient.
-    False: the backward computes it again, one more product, and nothing of y's size but y is kept.
+    y does not determine their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0
+    for inputs below 2.4e-4, whose square is not representable there.
+    keep_pre: whether the pre-activation is stored for the backward. None: if autograd records the call. False: the
+    backward recomputes it, which costs one more product, and y is the only tensor of its size that is kept.
 
     Returns y [..., N], contiguous, in x's dtype.
 
@@ -1178,8 +1182,8 @@ def linear_cross_entropy(
         multiplies them by the loss's own gradient.
     "recompute": nothing is kept; the backward computes the logits again, a fourth product, in blocks of classes (C·V·e
         too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
-        tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
-        the backward knows the tokens' weights, and for gradients that were not asked for here.
+        tokens than classes, or for dx alone, in chunks of tokens. The same holds for reduction "none" in any mode,
+        since only the backward knows the tokens' weights, and for gradients that were not requested here.
     Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
     than an fp32 gradient of weight, to which those of 4096 tokens are added on an accelerator where "chunks" would hold
     both (a half-precision weight, accumulate_fp32), else "chunks"; inside a `MemoryConfig` the first of "keep",
@@ -1356,8 +1360,8 @@ def linear_preference(
     Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
     where a chunk is not the whole batch C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
     dweight's memory only when the logits are gone. Results are dx and dweight, and 12 bytes a token. The backward
-    scales dx and dweight in place; beside them, which takes them twice, where its graph is kept or captured, under
-    torch.compile, and under saved-tensor hooks, as in checkpointing.
+    scales dx and dweight in place. It makes copies of them instead, which doubles their memory, if its graph is kept or
+    captured, under torch.compile, and under saved-tensor hooks, as in checkpointing.
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
     in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.
@@ -1468,9 +1472,9 @@ def lora_linear(
     """y = x · weightᵀ + bias + scale · (x · lora_aᵀ) · lora_bᵀ: a linear layer with a low-rank adapter (LoRA).
 
     x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is the adapter's contribution alone.
-    lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, whatever x has: fp32 factors beside 16-bit x
-    are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does. Sums
-    are fp32 (fp64 for fp64).
+    lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, independent of x's: fp32 factors with 16-bit
+    x are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does.
+    Sums are fp32 (fp64 for fp64).
 
     Returns y [..., N], contiguous, in x's dtype. Saved for the backward: x, weight, lora_a, lora_b and
     z = x · lora_aᵀ, [..., R] in fp32. Under autocast x is cast, weight and bias follow it, and factors stay as they
@@ -1568,7 +1572,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     NaN.
 
     Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
-    stride, else contiguous) and lse [...], contiguous; computed in fp32.
+    stride, else contiguous) and lse [...], contiguous; computed in fp32. Raises TypeError for dtypes, ValueError for
+    shapes and devices that do not fit.
     """
 
 def norm_linear(
@@ -1685,8 +1690,9 @@ def rms_norm_fp8(
     """`rms_norm` and the cast of its result in one pass: (y, y8, factor, rstd).
 
     x, weight, eps, offset, casting and y: as `rms_norm` has them; x is contiguous but for a stride of its rows. bound,
-    amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. Gradients are the caller's: those
-    of `rms_norm` with rstd.
+    amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. There is no gradient: the caller
+    computes that of `rms_norm`, with rstd. Raises TypeError for dtypes; ValueError for shapes, devices, eps, casting
+    and format, and for tensors that require a gradient.
     """
 
 def rms_norm_gated(
@@ -1958,7 +1964,7 @@ def scaled_matmul(
     ceil(K / 128)], as `fp8_cast_blocks` lays them out. bias: [N] in `dtype`, or None. fast: partial sums may be kept in
     the tensor cores' own registers all along K; else sums of parts of K are, which are then added in fp32. Those
     registers keep 14 bits of a sum on Ada and Hopper, which a float32 result shows (DeepSeek-AI, DeepSeek-V3,
-    arXiv:2412.19437, 3.3.2).
+    arXiv:2412.19437, 3.3.2). Raises TypeError for dtypes, ValueError for shapes, devices and factors that do not fit.
     """
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -2025,7 +2031,8 @@ def swiglu_fp8(
 ) -> tuple[Tensor, Tensor]:
     """silu(gate) * up in 8 bits, (h8, factor), as `fp8_cast` makes it of what `swiglu` returns.
 
-    gate, up: [..., N], one shape and dtype; the rows of each lie at one stride.
+    gate, up: [..., N], one shape and dtype; the rows of each have one stride. Raises as `fp8_cast` does, and where gate
+    and up differ in shape, dtype or device.
     """
 
 def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -2049,7 +2056,8 @@ def swiglu_vjp_fp8(
 
     dh, gate, up: [..., N], one shape and dtype. d8 [M, 2N]: the gradients of gate and of up side by side, rounded to
     gate's dtype first, by the factor of `bound`; d8_t [2N, M16] is d8 transposed. h8_t [N, M16]: what `swiglu_fp8` made
-    with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`.
+    with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`. Raises as
+    `swiglu_fp8` does.
     """
 
 def token_stats(

@@ -148,8 +148,8 @@ def fit_sequence(
         keep: "device": inputs as they are. "host": in host memory, as they are; on an accelerator pinned, copied on a
             stream of its own while layers compute. Gradients are those of plain checkpointing, bit for bit, with both.
             "e4m3": on the device in 8 bits with a factor for each token, so that a layer is differentiated at an input
-            that is off by at most 1/16 of each element, about 2.6 % in the root of the mean square. "auto": on the
-            device what fits; else the first layers' in host memory; else as few as possible in e4m3.
+            in which each element is off by at most 1/16, about 2.6 % root mean square. "auto": on the device what fits;
+            else the first layers' in host memory; else as few as possible in e4m3.
         host_memory_gb: host memory to take at most, in GB of 10^9 bytes. None: what is available, less 4 GB.
         tile_tokens: tokens of a tile of an MLP. None: as many as need no more than half a hidden state of all tokens,
             but no fewer than 128.

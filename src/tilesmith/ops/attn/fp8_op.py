@@ -107,19 +107,20 @@ def attention_fp8(
 
     q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv], mask and score: as `attention` takes them, except packed documents
     and a score with a bias. cos, sin, interleaved: q and k are rotated first, as `attention_quantize` does it; the
-    gradients are those of q and k as they came. granularity, smooth, rotate: as `attention_quantize` takes them; smooth
-    None is True without softcap, rotate None is True where D is a power of two. Under autocast q, k and v are cast.
+    gradients are those of the q and k passed in. granularity, smooth, rotate: as `attention_quantize` takes them;
+    smooth: None means True without a softcap; rotate: None means True where D is a power of two. Under autocast q, k
+    and v are cast.
 
     Forward: q, k and v are quantised (`attention_quantize`), and `attention` takes them so. out has q's dtype, by way
     of bf16. On Hopper e4m3 numbers are multiplied (backend `hopper_fp8`: head dims from 64 to 128 that are multiples of
     16, causal or no mask), and p is rounded to e4m3, for lse too. Elsewhere, and with other masks or scores, kernels
     for bf16 get the numbers in bf16, which takes longer than `attention` does. Inputs must not contain NaN or infinity,
     not even in keys that no query sees: they spread to whatever shares their factor or mean.
-    Backward: that of `attention` at q, k and v as they came, in their dtype, with the forward's out and lse. That the
-    forward rounded counts for nothing in it, and p = exp(score - lse) puts the scores of the values that came against
-    the lse of the rounded ones: a row of p sums to exp(exact lse - lse) instead of 1, and its gradients have that
-    factor (normal values at head dim 128: off by 0.4 % on average, 2 % at most). It grows with the scores: where these
-    have a standard deviation of 4, gradients are off by 15 %, of 8 by 40 %, and out by 8 and 11 %.
+    Backward: that of `attention` at the original q, k and v, in their dtype, with the forward's out and lse. It ignores
+    the forward's rounding, and p = exp(score - lse) combines the scores of the original values with the lse of the
+    rounded ones: a row of p sums to exp(exact lse - lse) instead of 1, and its gradients have that factor (normal
+    values at head dim 128: off by 0.4 % on average, 2 % at most). It grows with the scores: where these have a standard
+    deviation of 4, gradients are off by 15 %, of 8 by 40 %, and out by 8 and 11 %.
     Raises ValueError or TypeError as `attention` and `attention_quantize` do.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -224,7 +224,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     NaN.
 
     Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
-    stride, else contiguous) and lse [...], contiguous; computed in fp32.
+    stride, else contiguous) and lse [...], contiguous; computed in fp32. Raises TypeError for dtypes, ValueError for
+    shapes and devices that do not fit.
     """
     lse, share_a, share_b = _shares(lse_a, lse_b)
     acc = lse.dtype

@@ -91,10 +91,10 @@ def linear_act(
     ops would; a kernel that activates while it multiplies rounds only y.
 
     Saved for the backward: x, weight, bias and y; for gelu, gelu_tanh and silu the pre-activation too (y's size), since
-    y does not tell their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0 for
-    inputs below 2.4e-4, whose square is no longer a number there.
-    keep_pre: whether the pre-activation is written for the backward. None: where autograd will ask for a gradient.
-    False: the backward computes it again, one more product, and nothing of y's size but y is kept.
+    y does not determine their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0
+    for inputs below 2.4e-4, whose square is not representable there.
+    keep_pre: whether the pre-activation is stored for the backward. None: if autograd records the call. False: the
+    backward recomputes it, which costs one more product, and y is the only tensor of its size that is kept.
 
     Returns y [..., N], contiguous, in x's dtype.
 

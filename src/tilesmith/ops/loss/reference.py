@@ -136,8 +136,8 @@ def linear_cross_entropy(
         multiplies them by the loss's own gradient.
     "recompute": nothing is kept; the backward computes the logits again, a fourth product, in blocks of classes (C·V·e
         too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
-        tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
-        the backward knows the tokens' weights, and for gradients that were not asked for here.
+        tokens than classes, or for dx alone, in chunks of tokens. The same holds for reduction "none" in any mode,
+        since only the backward knows the tokens' weights, and for gradients that were not requested here.
     Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
     than an fp32 gradient of weight, to which those of 4096 tokens are added on an accelerator where "chunks" would hold
     both (a half-precision weight, accumulate_fp32), else "chunks"; inside a `MemoryConfig` the first of "keep",

@@ -35,7 +35,7 @@ def analyze_precision_opportunities(
     """How many of a model's bytes packing could save, and how sensitive its output is to each layer.
 
     Args:
-        model: any module; it stays as it is. sample_input: what it is called with; also a tuple or a dict of arguments.
+        model: any module; it is not changed. sample_input: what it is called with; also a tuple or a dict of arguments.
         device: where the analysis runs; None: where the model is.
 
     What an error in the weights does to the output is estimated to second order by the Fisher information, from this

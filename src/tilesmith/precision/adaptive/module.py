@@ -117,7 +117,8 @@ def create_ultra_precision_module(
     """Pack the linear layers of `model` in 2 to 8 bits a weight, so that its size falls by `target_memory_reduction`.
 
     Args:
-        model: any module; it stays as it is. The packed one shares what is not packed with it, unless it moves.
+        model: any module; it is not changed. The packed model shares its other tensors with it, unless it moves to
+        another device.
         config: see `PrecisionConfig`; None: its defaults.
         device: where the packed model is made and stays; None: where the model is.
         calibration: inputs as the model will get them: a tensor whose rows are samples, or a sequence of batches
