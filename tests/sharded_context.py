@@ -399,7 +399,7 @@ def check_refusals(mesh):
         "prefix=...": lambda: context_parallel_attention(
             x, x, x, mesh, ops.Mask(prefix=torch.ones(1, dtype=torch.int32))
         ),
-        "gets no gradient over ranks": lambda: context_parallel_attention(
+        "receives no gradient over ranks": lambda: context_parallel_attention(
             x, x, x, mesh, score=ops.Score(bias=torch.zeros(8, 8 * mesh.size(), requires_grad=True))
         ),
         "kernel 'cudnn' cannot serve this call: q is on cpu": lambda: context_parallel_attention(

@@ -150,7 +150,7 @@ class FlashAttention(nn.Module):
         if x.shape[2] == 0 or x.shape[2] % self.num_heads:
             raise ValueError(
                 f"FlashAttention: num_heads is {self.num_heads}, which does not divide {x.shape[2]}, "
-                f"the width of {name}"
+                f"the width of {name}; choose a divisor"
             )
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 

@@ -164,7 +164,7 @@ def _ring(name: str, count: int, mesh: Sequence[torch.device | str] | DeviceMesh
     else:
         ring = LocalRing([_device_of(None)] * count)
     if ring.size != count:
-        raise ValueError(f"{name}: context_parallel_size is {count}; device_mesh has {ring.size} devices")
+        raise ValueError(f"{name}: context_parallel_size is {count}; device_mesh has {ring.size} devices: give as many")
     return ring
 
 

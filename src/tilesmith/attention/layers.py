@@ -84,7 +84,9 @@ class FlashAttention3(Attention):
             raise ValueError(f"{name}: x must be [batch, tokens, {self.d_model}], got {list(x.shape)}")
         longest = self.max_sequence_length
         if longest is not None and x.shape[1] > longest:
-            raise ValueError(f"{name}: x has {x.shape[1]} tokens; max_sequence_length is {longest}")
+            raise ValueError(
+                f"{name}: x has {x.shape[1]} tokens; max_sequence_length is {longest}: pass fewer or raise it"
+            )
         if rotary is not None and not isinstance(rotary, RotaryEmbedding):
             raise TypeError(f"{name}: rotary must be a RotaryEmbedding or None, got {type(rotary).__name__}")
         dense = None if attention_mask is None else _keys(name, attention_mask, x)

@@ -61,7 +61,7 @@ def expert_parallel(
     with _refusals_told(group, x):
         args = ops.experts.bind((x, gate_up, down, indices, weights, gate_up_bias, down_bias), activation)
         if distributed(args):
-            raise ValueError(f"{NAME}: takes no DTensors; pass what each rank holds, as with .to_local()")
+            raise ValueError(f"{NAME}: does not take DTensors; pass each rank's local tensors, as with .to_local()")
         args = ops.experts._autocast(args)
         ops.experts.check(*args)
         facts = _facts(*args[:7])

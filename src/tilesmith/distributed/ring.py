@@ -374,7 +374,9 @@ def process_group(of: str, group: Any) -> dist.ProcessGroup:
         return group.get_group()
     if group is None:
         if not dist.is_initialized():
-            raise RuntimeError(f"{of}: group is None and torch.distributed is not initialised")
+            raise RuntimeError(
+                f"{of}: group is None and torch.distributed is not initialised; call init_process_group or give one"
+            )
         return dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

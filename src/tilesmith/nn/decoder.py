@@ -301,12 +301,16 @@ class Decoder(nn.Module):
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
         if cache is not None and cache.lengths.shape[0] != tokens.shape[0]:
-            raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {cache.lengths.shape[0]}")
+            rows = cache.lengths.shape[0]
+            raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {rows}; make a cache of as many rows")
         limit = self.config.max_positions
         if sequence is not None and int(sequence.positions.max()) >= limit:
-            raise ValueError(f"sequence has position {int(sequence.positions.max())}; max_positions is {limit}")
+            last = int(sequence.positions.max())
+            raise ValueError(f"Decoder: sequence has position {last}; max_positions is {limit}: use a shorter one")
         if cu_seqlens is None and tokens.shape[1] > limit:
-            raise ValueError(f"tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}")
+            raise ValueError(
+                f"Decoder: tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}: pass fewer tokens"
+            )
         if self.rotary.cos.is_meta and not tokens.is_meta:  # load_state_dict(assign=True) brings no tables
             self.rotary.to_empty(device=tokens.device)
         x, residual = self.embed_tokens(tokens), None
@@ -337,7 +341,9 @@ class Decoder(nn.Module):
         weight, config = self.embed_tokens.weight, self.config
         slots = config.max_positions if slots is None else size("new_cache", "slots", slots, 0)
         if slots > config.max_positions:
-            raise ValueError(f"slots is {slots}; the decoder has {config.max_positions} positions")
+            raise ValueError(
+                f"new_cache: slots is {slots}; the decoder has {config.max_positions} positions: give that many at most"
+            )
         return KVCache.empty(
             config.num_layers,
             batch,
