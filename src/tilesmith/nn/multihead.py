@@ -14,10 +14,10 @@ from tilesmith.engine.argument_checks import divides, flag, probability, size, t
 class AttentionLayer(nn.Module):
     """out_proj(attention(qkv_proj(x))) with num_heads heads of d_model / num_heads features.
 
-    dropout: probability to drop an attention weight, in training only. bias: of both projections. The parameters are
-    those of torch.nn.MultiheadAttention under other names: `qkv_proj.weight` is its `in_proj_weight`. No positions are
-    added; `nn.Attention` has rotary ones, grouped heads and a cache. Raises ValueError where num_heads does not divide
-    d_model, or dropout is outside [0, 1).
+    dropout: probability of dropping an attention weight, in training only. bias: of both projections. The parameters
+    are those of torch.nn.MultiheadAttention under other names: `qkv_proj.weight` is its `in_proj_weight`. No positions
+    are added; `nn.Attention` has rotary ones, grouped heads and a cache. Raises ValueError where num_heads does not
+    divide d_model, or dropout is outside [0, 1).
     """
 
     def __init__(
