@@ -259,7 +259,7 @@ def check_layers(mesh):
             shares = parallel.shard(x), parallel.shard(keep)
             found = parallel(*shares, tokens=13)
             torch.testing.assert_close(found[:, :held], layout.shard(expected, rank)[:, :held])
-            with pytest.raises(ValueError, match=r"shard\(\) padded 13 tokens to .* say tokens=13"):
+            with pytest.raises(ValueError, match=r"shard\(\) padded 13 tokens to .* pass tokens=13"):
                 parallel(*shares)
             with pytest.raises(ValueError, match="tokens is 99; a rank's hidden_states have another number"):
                 parallel(*shares, tokens=99)

@@ -59,7 +59,7 @@ def test_which_and_why(asked, backend, device, more, name, because):
         ("gloo", BOTH, GPU, {}, "'gloo' cannot serve: the group's backend for tensors on cuda is nccl"),
         (SYMMETRIC, "gloo", GPU, {}, "'symmetric_memory' cannot serve: the group's backend is gloo, not nccl"),
         (SYMMETRIC, BOTH, CPU, {}, "tensors are on cpu, and it is for NVIDIA GPUs; pass 'auto' or 'gloo'"),
-        (SYMMETRIC, "nccl", GPU, {"refused": "rank 3 cannot map: no"}, "cannot serve: rank 3 cannot map: no; ask for"),
+        (SYMMETRIC, "nccl", GPU, {"refused": "rank 3 cannot map: no"}, "cannot serve: rank 3 cannot map: no; pass"),
         (SYMMETRIC, "nccl", GPU, {"need": 2 * MOST}, "2048 MiB of a rank in one exchange are more than its 1024 MiB"),
     ],
 )

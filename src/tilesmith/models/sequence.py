@@ -381,7 +381,7 @@ def _refuse_model(model: nn.Module) -> None:
     if convolution is not None:
         raise ValueError(f"shard_sequence: {convolution} is a convolution over tokens, which is not sharded")
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError("shard_sequence: models of encoder and decoder are not served")
+        raise ValueError("shard_sequence: encoder-decoder models are not supported")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {each.get("rope_type") for each in rope.values() if isinstance(each, dict)}
     if kinds & _LENGTH_DEPENDENT:

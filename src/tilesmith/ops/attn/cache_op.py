@@ -72,7 +72,7 @@ def _check_gradients(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"kv_cache_append: {name} requires a gradient, and writing into a cache has none; "
+                f"kv_cache_append: {name} requires a gradient, but writing into a cache has none; "
                 "call it under torch.no_grad() or with detached tensors"
             )
 

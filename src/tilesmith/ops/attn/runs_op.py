@@ -70,12 +70,12 @@ def _check_tensors(op: str, tensors: dict[str, Tensor]) -> None:
     if "more_a" in tensors and tensors["more_b"].shape[2] != tensors["more_a"].shape[2]:
         raise ValueError(
             f"{op}: more_b has {tensors['more_b'].shape[2]} tokens, more_a {tensors['more_a'].shape[2]}; "
-            "they must have as many"
+            "they must have equally many"
         )
     if tensors["into_b"].shape[2] != tensors["into_a"].shape[2]:
         raise ValueError(
             f"{op}: into_b has {tensors['into_b'].shape[2]} tokens, into_a {tensors['into_a'].shape[2]}; "
-            "they must have as many"
+            "they must have equally many"
         )
 
 
