@@ -24,9 +24,9 @@ class ContextParallelAttention(nn.Module):
     torch.distributed. None: the ranks of the default process group, if it has that many; one device of this process, if
     context_parallel_size is 1; else, without other ranks, that many GPUs of this process if there are enough, or shards
     on one device, which computes the same one after another. mode: as of `context_parallel_attention`. causal: no key
-    behind a query. Without a process group `forward` takes and returns whole sequences; with one, this rank's tokens
-    (`shard`). Raises ValueError if num_heads does not divide d_model, or if there are not context_parallel_size devices
-    or ranks.
+    after a query is seen. Without a process group `forward` takes and returns whole sequences; with one, this rank's
+    tokens (`shard`). Raises ValueError if num_heads does not divide d_model, or if there are not context_parallel_size
+    devices or ranks.
     """
 
     def __init__(

@@ -107,8 +107,8 @@ class ProcessGroupRing:
     which GPUs of one host exchange tokens through memory that all of them map, by copy engines; "nccl" or "gloo", the
     group's own backend; "auto": what TILESMITH_TRANSPORT says, else symmetric memory where ranks can share it, which
     the first exchange finds out; the choice and its reason are logged at INFO. head_start: microseconds for which
-    kernels on a GPU
-    wait after NCCL's transfers are posted, so that these find multiprocessors before attention takes them all.
+    kernels on a GPU wait after NCCL's transfers are posted, so that these find multiprocessors before attention takes
+    them all.
     Signatures are compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same
     ranks that is made at the first comparison.
 

@@ -30,8 +30,8 @@ class Attention(nn.Module):
     num_kv_heads: heads of keys and values, each shared by a group of query heads; num_heads if None. head_dim:
     hidden_size / num_heads if None. qk_norm: an RMSNorm over each head of q and k, before RoPE. window: how many keys
     before its own a query sees, all if None. softcap: c > 0 caps scores as c tanh(score / c). scale: factor of the
-    scores,
-    1 / sqrt(head_dim) if None. dropout: probability of dropping an attention weight in training, without a cache.
+    scores, 1 / sqrt(head_dim) if None. dropout: probability of dropping an attention weight in training, without a
+    cache.
     Raises ValueError if num_kv_heads does not divide num_heads or, without head_dim, num_heads does not divide
     hidden_size.
     """

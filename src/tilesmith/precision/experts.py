@@ -22,7 +22,7 @@ expect_casters()  # here, since a process that only unpickles a model comes this
 
 FORMAT = "e4m3"  # of activations, weights and gradients: a factor for each row leaves no need of more range
 _KNOWN = "_tilesmith_experts"  # what `optimize` says of experts that the library computes
-_USUAL = {"transposed": False, "interleaved": False, "limit": 0.0, "alpha": 1.0, "up_offset": 0.0}  # what is supported
+_USUAL = {"transposed": False, "interleaved": False, "limit": 0.0, "alpha": 1.0, "up_offset": 0.0}  # what is served
 
 
 class WeightCasts(NamedTuple):

@@ -52,10 +52,10 @@ class Mask:
 
     Positions are aligned bottom right: the last query and the last valid key have the same one.
 
-    causal: no key behind the query. window: (left, right) keys around the query, -1 unlimited; one number w means
-    (w, w), or (w, 0) if causal. prefix: int32 [B], keys before it are seen whatever causal and window say. documents:
-    int32 ids [B, T] for queries and keys alike, or a pair ([B, T], [B, S]); only equal ids see each other. dense: bool,
-    broadcastable to [B, H, T, S], True may attend. blocks: block lists.
+    causal: no key after the query is seen. window: (left, right) keys around the query, -1 unlimited; one number w
+    means (w, w), or (w, 0) if causal. prefix: int32 [B], keys before it are seen whatever causal and window say.
+    documents: int32 ids [B, T] for queries and keys alike, or a pair ([B, T], [B, S]); only equal ids see each other.
+    dense: bool, broadcastable to [B, H, T, S], True may attend. blocks: block lists.
     """
 
     causal: bool = False

@@ -57,8 +57,8 @@ def load_ultra_precision_module(
     """A packed model from the file that `UltraPrecisionModule.save_packed` wrote.
 
     Args:
-        model: a model of the architecture that was packed, with any weights; it is not changed. path: the file. device:
-        where the packed model goes; None: where the model is.
+        model: a model of the architecture that was packed, with any weights; it is not changed.
+        path: the file. device: where the packed model goes; None: where the model is.
 
     Raises:
         ImportError: safetensors is not installed. ValueError: the file is not a packed model, or is of another

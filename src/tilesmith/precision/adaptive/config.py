@@ -66,7 +66,7 @@ class PrecisionConfig:
     """The target of `create_ultra_precision_module`, and how it is reached.
 
     base_precision: the format that memory is compared with: FP32, FP16 or BF16. A reduction of 0.4 means that all
-    parameters take 0.6 of the bytes that they would take in that format. Tensors that are not packed keep their dtype.
+      parameters take 0.6 of the bytes that they would take in that format. What is not packed keeps its dtype.
     allocation_strategy: see `AllocationStrategy`; all but UNIFORM need calibration data.
     quantization_mode: see `QuantizationMode`; STATIC needs calibration data.
     entropy_threshold: bits of information that the code of a weight can hold at least: narrower widths are not used.
