@@ -27,7 +27,7 @@ def triton() -> str:
     if not pinned:
         return command("interpreter")
     release = pinned[0].partition(";")[0].strip()
-    index = "" if release.startswith("triton=") else ", from the index that torch came from"
+    index = "" if re.match(r"triton\b(?!-)", release) else ", from the index that torch came from"
     return f"pip install {release!r}{index}"
 
 
