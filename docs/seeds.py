@@ -23,9 +23,9 @@ hide: [toc]
 
 # Features of the documents this library began with
 
-Five documents named the features; their names resolve here with only the import's root changed. One row for each
-feature: our name, the tests that freeze its signature and run the documented examples, what the document claims, and
-what was measured, each figure with its case in `benchmarks/results` or with the log that has it. "1.05 times flash4"
+Five documents named the features; their names resolve here once the root of the import is changed. Each row gives a
+feature, our name, the tests that freeze its signature and run the documented examples, what the document claims, and
+what was measured. Each figure names its case in `benchmarks/results`, or the log that has it. "1.05 times flash4"
 means that flash4, the fastest peer of that row, takes 1.05 times as long. Written by `python docs/seeds.py`.
 """
 

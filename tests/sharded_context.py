@@ -259,7 +259,7 @@ def check_layers(mesh):
             shares = parallel.shard(x), parallel.shard(keep)
             found = parallel(*shares, tokens=13)
             torch.testing.assert_close(found[:, :held], layout.shard(expected, rank)[:, :held])
-            with pytest.raises(ValueError, match=r"shard\(\) padded 13 tokens to .* say tokens=13"):
+            with pytest.raises(ValueError, match=r"shard\(\) padded 13 tokens to .* pass tokens=13"):
                 parallel(*shares)
             with pytest.raises(ValueError, match="tokens is 99; a rank's hidden_states have another number"):
                 parallel(*shares, tokens=99)
@@ -399,7 +399,7 @@ def check_refusals(mesh):
         "prefix=...": lambda: context_parallel_attention(
             x, x, x, mesh, ops.Mask(prefix=torch.ones(1, dtype=torch.int32))
         ),
-        "gets no gradient over ranks": lambda: context_parallel_attention(
+        "receives no gradient over ranks": lambda: context_parallel_attention(
             x, x, x, mesh, score=ops.Score(bias=torch.zeros(8, 8 * mesh.size(), requires_grad=True))
         ),
         "kernel 'cudnn' cannot serve this call: q is on cpu": lambda: context_parallel_attention(

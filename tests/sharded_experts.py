@@ -70,7 +70,7 @@ def check_dtensors_are_refused(mesh):
     x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(4, 4))
     sharded = distribute_tensor(gate_up, mesh, [Shard(0)])
     assert isinstance(sharded, DTensor)
-    with pytest.raises(ValueError, match=r"experts: takes no DTensors.*to_local\(\)"):
+    with pytest.raises(ValueError, match=r"experts: does not take DTensors.*to_local\(\)"):
         ops.experts(x, sharded, distribute_tensor(down, mesh, [Shard(0)]), indices, weights)
     dist.barrier()
 
@@ -108,7 +108,7 @@ def check_what_expert_parallel_refuses(mesh):
     x, gate_up, down, indices, weights, *_ = (t.detach() for t in _case(4, 4))
     held = gate_up.chunk(mesh.size())[0], down.chunk(mesh.size())[0]
     sharded = distribute_tensor(x, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match=r"^expert_parallel: takes no DTensors; .*to_local\(\)"):
+    with pytest.raises(ValueError, match=r"^expert_parallel: does not take DTensors; .*to_local\(\)"):
         expert_parallel(sharded, *held, indices, weights, mesh)
     with pytest.raises(TypeError, match="^expert_parallel: group must be a process group, .*None, got str 'ep'"):
         expert_parallel(x, *held, indices, weights, "ep")

@@ -277,7 +277,7 @@ def check_what_has_no_pattern(mesh):
 
     _, Replicate, Shard = _kinds()
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match=r"silu_vjp: takes no DTensors; call it on what each rank holds"):
+    with pytest.raises(ValueError, match=r"silu_vjp: does not take DTensors; call it on each rank's local tensor"):
         ops.silu_vjp(x, x)
     with pytest.raises(ValueError, match="rms_norm: weight is a plain tensor that requires a gradient"):
         ops.rms_norm(x, torch.ones(8, requires_grad=True))

@@ -237,15 +237,15 @@ def test_buffers_that_inference_mode_made(call):
     ("said", "match"),
     [
         (None, "its format is None, known is 'tilesmith packed 1'"),
-        ("[1", "what it says of itself cannot be read"),
-        ("[]", "what it says of itself cannot be read"),
-        ({"format": "tilesmith packed 1"}, "not whole: it lacks 'config'"),
-        ({"config": {"target_memory_reduction": 7}}, "not whole: PrecisionConfig: target_memory_reduction is 7"),
-        ({"config": {"base_precision": "fp3"}}, "not whole: 'fp3' is not a valid PrecisionFormat"),
-        ({"made": {}}, "not whole: .*missing"),
-        ({"layers": {"0": "many"}}, "not whole: layers must have numbers of rows"),
-        ({"layers": []}, "not whole: 'list' object has no attribute 'values'"),
-        ({"aliases": {"a": "b"}}, "not whole: it lacks 'b'"),
+        ("[1", "its metadata cannot be read"),
+        ("[]", "its metadata cannot be read"),
+        ({"format": "tilesmith packed 1"}, "incomplete: it lacks 'config'"),
+        ({"config": {"target_memory_reduction": 7}}, "incomplete: PrecisionConfig: target_memory_reduction is 7"),
+        ({"config": {"base_precision": "fp3"}}, "incomplete: 'fp3' is not a valid PrecisionFormat"),
+        ({"made": {}}, "incomplete: .*missing"),
+        ({"layers": {"0": "many"}}, "incomplete: layers must have numbers of rows"),
+        ({"layers": []}, "incomplete: 'list' object has no attribute 'values'"),
+        ({"aliases": {"a": "b"}}, "incomplete: it lacks 'b'"),
     ],
     ids=str,
 )
@@ -269,5 +269,5 @@ def test_files_that_are_not_there_or_of_another_kind(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: there is no such file"):
         load_ultra_precision_module(_uneven(), tmp_path / "nowhere")
     (tmp_path / "notes").write_text("notes")
-    with pytest.raises(ValueError, match="notes is no safetensors file"):
+    with pytest.raises(ValueError, match="notes is not a safetensors file"):
         load_ultra_precision_module(_uneven(), tmp_path / "notes")

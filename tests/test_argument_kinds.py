@@ -127,7 +127,7 @@ def test_sequences_are_checked_by_element():
         for at in range(len(call["options"])):
             options = [bad if n == at else value for n, value in enumerate(call["options"])]
             with pytest.raises(
-                error, match=r"^linear_preference: options (must be a sequence of numbers|is .* no NaN)"
+                error, match=r"^linear_preference: options (must be a sequence of numbers|is .* not contain NaN)"
             ):
                 op(**{**call, "options": options})
 

@@ -54,7 +54,7 @@ def test_the_factory_builds_what_the_configuration_says():
         ({"d_model": 0}, ValueError, "d_model must be at least 1"),
         ({"d_model": 30}, ValueError, "num_heads is 4, which does not divide d_model, 30"),
         ({"pattern": P.SPARSE, "block_size": 48}, ValueError, "block_size must be None or one of"),
-        ({"pattern": P.SPARSE, "softcap": 2.0}, ValueError, "softcap is not served with DYNAMIC_THRESHOLD"),
+        ({"pattern": P.SPARSE, "softcap": 2.0}, ValueError, "softcap is not supported with DYNAMIC_THRESHOLD"),
         ({"scale": "x"}, TypeError, "scale must be a number"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
         ({"scale": -1.0}, ValueError, "scale must be above 0"),
@@ -66,7 +66,7 @@ def test_the_factory_builds_what_the_configuration_says():
         ({"sparsity_ratio": 0.5}, ValueError, "sparsity_ratio is for SPARSE, but pattern is CAUSAL"),
         ({"block_size": 64, "pattern": P.FULL}, ValueError, "block_size is for SPARSE, but pattern is FULL"),
         ({"sparse_pattern": SparsePattern.RANDOM}, ValueError, "sparse_pattern is for SPARSE"),
-        ({"causal": True}, ValueError, "causal must be left out; pattern, CAUSAL, says it"),
+        ({"causal": True}, ValueError, "causal must be left out; the pattern CAUSAL determines it"),
         ({"pattern": P.SPARSE, "sparsity_ratio": 0.96}, ValueError, "sparsity_ratio must be from 0 to 0.95, got 0.96"),
         ({"pattern": P.SPARSE, "sparse_pattern": "random"}, TypeError, "sparse_pattern must be a SparsePattern"),
         ({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\)"),
@@ -91,9 +91,9 @@ def test_contradictions_are_refused(fields, error, message):
         ({"last": 0}, ValueError, "last must be at least 1"),
         ({"top_blocks": 0}, ValueError, "top_blocks must be at least 1"),
         ({"top_blocks": 4, "pattern": SparsePattern.STRIDED}, ValueError, "top_blocks is for patterns that rank"),
-        ({"window": 8}, ValueError, "window is not served"),
+        ({"window": 8}, ValueError, "window is not supported"),
         ({"index_dim": 8}, ValueError, "index_dim is for LEARNED"),
-        ({"softcap": 5.0}, ValueError, "softcap is not served with DYNAMIC_THRESHOLD"),
+        ({"softcap": 5.0}, ValueError, "softcap is not supported with DYNAMIC_THRESHOLD"),
         ({"index_samples": 12}, ValueError, "index_samples must be a power of two"),
         ({"index_samples": 32}, ValueError, "index_samples is for LEARNED"),
         ({"index_target": "all"}, ValueError, "index_target must be one of"),
@@ -133,7 +133,7 @@ def test_inputs_are_refused_by_name():
         layer(x, torch.ones(2, 9))
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, 9\], got \[2, 8\]"):
         layer(x, torch.ones(2, 8, dtype=torch.bool))
-    with pytest.raises(ValueError, match="attention_mask is not served while LEARNED trains"):
+    with pytest.raises(ValueError, match="attention_mask is not supported while LEARNED trains"):
         layer(x, torch.ones(2, 9, dtype=torch.bool))
     layer.eval()
     assert layer(x, torch.ones(2, 9, dtype=torch.int64)).shape == x.shape

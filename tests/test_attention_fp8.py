@@ -289,7 +289,7 @@ def test_what_is_refused():
         attention_quantize(q, k.half(), v, rotate=False)
     with pytest.raises(ValueError, match="k has 3 heads"):
         attention_fp8(q, *(torch.randn(1, 3, 8, 24, device=DEVICE) for _ in range(2)))
-    with pytest.raises(ValueError, match="softcap does not forgive"):
+    with pytest.raises(ValueError, match="softcap does not allow"):
         attention_fp8(q, k, v, score=Score(softcap=5.0), smooth=True)
     with pytest.raises(ValueError, match="score has a bias"):
         attention_fp8(q, k, v, score=Score(bias=torch.zeros(8, 8, device=DEVICE)))

@@ -20,8 +20,8 @@ INPUTS = [
 ]
 PIECES = ("argument", "came", "allowed", "do")
 TELLS = re.compile(  # the verb of what to do
-    r"\b(must|annotate|call|cast|concatenate|expand|give|leave|make|move|pass|pin|take|use|write|goes in|serves)\b"
-    r"|did you mean", re.IGNORECASE,
+    r"\b(must|annotate|call|cast|choose|concatenate|expand|give|leave|make|move|pass|pin|take|use|write)\b"
+    r"|\b(goes in|serves)\b|did you mean", re.IGNORECASE,
 )  # fmt: skip
 ERRORS = {
     "ValueError": ValueError, "TypeError": TypeError, "AttributeError": AttributeError,

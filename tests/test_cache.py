@@ -265,7 +265,7 @@ def _arguments(**changes):
         ({"q": _randn(2, 4, 3, 8)}, ValueError, "q is given without cos and sin"),
         ({"cos": _randn(6, 4)}, ValueError, "sin is missing"),
         ({"sin": _randn(6, 4)}, ValueError, "cos is missing"),
-        ({"cos": _randn(6, 4), "sin": _randn(6, 3)}, ValueError, "they must agree"),
+        ({"cos": _randn(6, 4), "sin": _randn(6, 3)}, ValueError, "they must match"),
         ({"cos": _randn(6, 5), "sin": _randn(6, 5)}, ValueError, "cos has 5 angles for 10 features, but D is 8"),
         ({"cos": _randn(2, 4, 4), "sin": _randn(2, 4, 4)}, ValueError, r"cos has shape \(2, 4, 4\)"),
         ({"k_cache": _randn(2, 2, 6, 8).to(torch.float8_e4m3fn)}, ValueError, "give k_scale with it"),

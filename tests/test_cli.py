@@ -95,7 +95,7 @@ def test_doctor_says_what_telling_of_a_gpu_needs(monkeypatch):
     monkeypatch.setattr("tilesmith.engine.backends.triton_missing", lambda: "Triton is not installed")
     code, output = run("doctor", "--device", "cpu")
     output = " ".join(output.split())
-    assert code == 0 and f"{_install.command('interpreter')}, then tilesmith explain rms_norm --arch sm90" in output
+    assert code == 0 and f"{_install.triton()}, then tilesmith explain rms_norm --arch sm90" in output
     assert "TRITON_INTERPRET" not in output  # verify runs what serves calls, as the interpreter does not
 
 
@@ -190,7 +190,10 @@ def test_explain_takes_shapes_and_values():
         (("explain", "attention", "--case", "zzz"), "d128_group_of_5_dropout and "),
         (("explain", OP, "--shape", "gate=3x5"), "up"),
         (("explain", OP, "--dtype", "float33"), "'float33' is not a dtype"),
-        (("explain", "attention", "--dtype", "int8"), "--dtype int8 is not served; use float32, float16, bfloat16 or"),
+        (
+            ("explain", "attention", "--dtype", "int8"),
+            "--dtype int8 is not supported; use float32, float16, bfloat16 or",
+        ),
         (("explain", OP, "--device", "gpu7"), "'gpu7' is not a device here"),
         (("verify", OP, "--device", "xpu:9"), "is not on this machine"),
         (("verify", "nothing"), "there is no op 'nothing'"),

@@ -260,7 +260,11 @@ BAD = [
     (lambda: VALIDATOR.validate_norm_component(nn.LayerNorm(4), 0), ValueError, "hidden_size must be at least 1"),
     (lambda: ComponentValidator(dtype=torch.int8), TypeError, "dtype must be a floating torch.dtype"),
     (lambda: ComponentValidator("nowhere"), ValueError, "device must be a torch.device or its name, got 'nowhere'"),
-    (lambda: ComponentValidator("cuda:77"), ValueError, "ComponentValidator: device is cuda:77, which is not here"),
+    (
+        lambda: ComponentValidator("cuda:77"),
+        ValueError,
+        "ComponentValidator: device is cuda:77, which is not available",
+    ),
     (lambda: ComponentValidator("meta"), ValueError, "device is meta, where tensors have no values"),
     (lambda: benchmark_attention_performance("m", (1, 2, 3)), TypeError, "model must be a torch.nn.Module, got str"),
     (

@@ -426,7 +426,7 @@ def test_gradients_of_gradients_are_refused():
     out, _ = context_parallel_attention([x, x], [x, x], [x, x], LocalRing(2))
     for loss in (out[0].sum(), out[0].square().sum()):
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(RuntimeError, match="gradients of its gradients are not served"):
+        with pytest.raises(RuntimeError, match="gradients of its gradients are not supported"):
             torch.autograd.grad(dx.sum(), x)
 
 
@@ -451,7 +451,7 @@ def test_refusals():
 def test_a_bias_that_wants_a_gradient(size):
     """Is refused, also by one rank, where it got none without a word."""
     x, bias = [torch.randn(1, 2, 8 // size, 4)] * size, torch.randn(8, 8, requires_grad=True)
-    with pytest.raises(ValueError, match=r"Score\(bias=...\) gets no gradient over ranks; detach it"):
+    with pytest.raises(ValueError, match=r"Score\(bias=...\) receives no gradient over ranks; detach it"):
         context_parallel_attention(x, x, x, LocalRing(size), score=ops.Score(bias=bias), layout="contiguous")
 
 

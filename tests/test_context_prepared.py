@@ -180,9 +180,9 @@ def test_what_is_refused_is_refused_each_time():
         (ValueError, "cu_seqlens ends at 99", tensors, {"cu_seqlens": (0, 99)}),
         (ValueError, "sinks must be", tensors, {"sinks": torch.zeros(3)}),
         (TypeError, "mask must be a Mask", tensors, {"mask": None}),
-        (ValueError, "not served", tensors, {"mask": ops.Mask(prefix=torch.zeros(1, dtype=torch.int32))}),
+        (ValueError, "not supported", tensors, {"mask": ops.Mask(prefix=torch.zeros(1, dtype=torch.int32))}),
         (ValueError, "cannot serve this call", tensors, {"kernel": "cudnn"}),
-        (ValueError, "gets no gradient", tensors,
+        (ValueError, "receives no gradient", tensors,
          {"score": ops.Score(bias=torch.zeros(16, 16, dtype=torch.float64, requires_grad=True))}),
     ]:  # fmt: skip
         for _ in range(2):

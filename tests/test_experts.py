@@ -337,7 +337,7 @@ def test_experts_whose_weights_wrap_packed_ones_stay(later):
     if not later:
         (row,) = rows(optimize(model, only="experts"))
         assert row.action == "skipped"
-        assert row.reason == "its gate_up_proj is quantised (Packed); quantised experts are not served"
+        assert row.reason == "its gate_up_proj is quantised (Packed); quantised experts are not supported"
     assert torch.equal(layer(model)(*call), layer(plain)(*call))
 
 
@@ -345,7 +345,7 @@ def test_weights_of_8_bits_are_told_from_others():
     module = build("qwen3_moe", layers=1).model.layers[0].mlp.experts.to(torch.float8_e4m3fn)
     (row,) = rows(optimize(torch_nn.Sequential(module), only="experts"))
     assert row.action == "skipped"
-    assert row.reason == "its gate_up_proj is quantised (torch.float8_e4m3fn); quantised experts are not served"
+    assert row.reason == "its gate_up_proj is quantised (torch.float8_e4m3fn); quantised experts are not supported"
 
 
 def functional(model):
@@ -755,13 +755,13 @@ def test_hopper_s_kernels_serve_what_they_are_faster_at():
     assert reasons(x, gate_up, down, indices, indices.float()) == ""
     assert "activation is 'geglu'" in reasons(x, gate_up, down, indices, indices.float(), activation="geglu")
     single = [t.float() for t in (x, gate_up, down)]
-    assert "float16 and bfloat16 are served" in reasons(*single, indices, indices.float())
+    assert "float16 and bfloat16 are supported" in reasons(*single, indices, indices.float())
     few = "experts get 16 pairs or fewer on average: narrow tiles wait less for the weights"
     assert reasons(x[:24], gate_up, down, indices[:24], indices[:24].float()) == few
     assert reasons(x[:25], gate_up, down, indices[:25], indices[:25].float()) == ""
     odd = torch.ones(40, 21).bfloat16(), torch.ones(3, 6, 21).bfloat16(), torch.ones(3, 21, 3).bfloat16()
     assert "x has 21 columns; down has 3 columns" in reasons(*odd, indices, indices.float()).replace(
-        "; multiples of 8 are served", ""
+        "; multiples of 8 are supported", ""
     )
 
 

@@ -223,6 +223,6 @@ def test_without_triton_nothing_is_claimed_of_a_gpu_that_is_not_here(monkeypatch
     x, weight = torch.ones(8, 64), torch.ones(64)
     there = tilesmith.explain("rms_norm", x, weight, arch="sm90")
     assert there.because.startswith("not what sm90 would choose: without Triton its kernels cannot be asked")
-    assert there.because.endswith(_install.command("interpreter"))
+    assert there.because.endswith(_install.triton())
     assert tilesmith.explain("rms_norm", x, weight).because == "rank 0, the highest that accepts"
     assert tilesmith.explain("rms_norm", x, weight, arch="apple").because.startswith("rank")

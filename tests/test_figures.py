@@ -343,7 +343,7 @@ NOT_MEASURED = {
 WITHOUT_ROWS = {
     "docs/tuning.md": "`benchmarks/results` has no rows of",
     "docs/gluon-releases.md": "`benchmarks/results` has no rows of",
-    "docs/context-parallel-model.md": "Not measured.",
+    "docs/context-parallel-model.md": "Estimated, not measured",
 }
 """Pages whose figures have no rows, and the words in which they say so."""
 

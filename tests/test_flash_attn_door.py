@@ -277,7 +277,7 @@ def test_packed_queries_read_keys_in_pages(more):
         (
             {"cu_seqlens_k": torch.tensor([0, 9]).int()},
             ValueError,
-            "cu_seqlens_k tells of a sequence of 9 keys.* pages",
+            "cu_seqlens_k has a sequence of 9 keys.* pages",
         ),
         (
             {"cu_seqlens_k": torch.tensor([1, 5]).int()},

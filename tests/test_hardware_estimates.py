@@ -110,7 +110,7 @@ def test_a_length_beside_a_sample_is_refused(call):
     )
     ids = torch.zeros(2, 8, dtype=torch.long)
     given = (model,) if call == "get_optimal_batch_size" else (model, 2)
-    with pytest.raises(ValueError, match="sequence_length is of no use beside sample="):
+    with pytest.raises(ValueError, match="sequence_length cannot be combined with sample="):
         getattr(_layer(), call)(*given, sample=(ids, ids), sequence_length=4)
 
 

@@ -426,7 +426,7 @@ def test_bad_input_is_refused_in_words():
     with pytest.raises(ValueError, match="on meta; load the model"):
         fit_sequence(made("llama").to("meta"), 8)
     compiled = optimize(made("llama"), compile="between")
-    with pytest.raises(ValueError, match="takes pixel_values; models of input_ids are served"):
+    with pytest.raises(ValueError, match="takes pixel_values; models of input_ids are supported"):
         fit_sequence(build("vit"), 8)
     with pytest.raises(ValueError, match=r"model.layers.0 is recorded or compiled by optimize"):
         fit_sequence(compiled, 8)

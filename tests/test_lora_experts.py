@@ -310,6 +310,6 @@ def test_quantised_experts_are_named_and_left_alone(kind):
     how = "Bnb4bitParametrization" if kind == "parametrized" else "Params4bit"
     row = row_of(optimize(model, only="experts"))
     assert row.action == "skipped" and row.wanted
-    assert row.reason == f"its gate_up_proj is quantised ({how}); quantised experts are not served"
+    assert row.reason == f"its gate_up_proj is quantised ({how}); quantised experts are not supported"
     with pytest.raises(ValueError, match=rf"gate_up_proj is quantised \({how}\).*choose 'grouped_mm'"):
         rules.experts_forward(experts, torch.randn(3, 64), torch.zeros(3, 1).long(), torch.ones(3, 1))

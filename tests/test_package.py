@@ -124,3 +124,20 @@ def test_errors_name_what_an_extra_installs(monkeypatch):
     assert _install.command("vulkan") == "pip install 'vulkan>=1.3.275'"
     monkeypatch.setattr(_install.importlib.metadata, "requires", lambda name: None)
     assert _install.command("vulkan") == "pip install '.[vulkan]' in a clone of Tilesmith"
+
+
+@pytest.mark.parametrize(
+    ("torch", "command"),
+    [
+        (["filelock", 'triton==3.7.1; platform_system == "Linux"'], "pip install 'triton==3.7.1'"),
+        (["triton-rocm==3.6.0"], "pip install 'triton-rocm==3.6.0', from the index that torch came from"),
+        (["filelock"], "pip install 'triton==3.6.0' 'numpy<2.4'"),
+    ],
+)
+def test_triton_is_installed_in_the_release_that_torch_requires(torch, command, monkeypatch):
+    asked = [
+        name.partition(";")[0] + '; extra == "interpreter"' for name in PROJECT["optional-dependencies"]["interpreter"]
+    ]
+    required = {"torch": torch, "tilesmith": asked}
+    monkeypatch.setattr(_install.importlib.metadata, "requires", required.__getitem__)
+    assert _install.triton() == command

@@ -323,7 +323,7 @@ def test_inputs_of_any_mapping_are_passed_by_keyword():
         ({"targets": torch.zeros(32, 64), "loss_fn": 3}, TypeError, "loss_fn must be callable.* got int"),
         ({"targets": torch.zeros(32, 64), "loss_fn": torch.sub}, ValueError, r"loss_fn returned .*shape \[32, 64\]"),
         ({"targets": torch.zeros(32, 64), "loss_fn": lambda y, t: 3.0}, ValueError, "loss_fn returned float"),
-        ({"loss_fn": nn.functional.mse_loss}, ValueError, "loss_fn is of no use without targets"),
+        ({"loss_fn": nn.functional.mse_loss}, ValueError, "loss_fn needs targets"),
     ],
 )
 def test_targets_that_no_loss_can_be_made_of(given, problem, message):

@@ -48,7 +48,7 @@ def _fake_vjp(dout: Tensor, x: Tensor, scale: float) -> Tensor:
 
 def _check(x: Tensor, scale: float) -> None:
     if x.dtype not in FLOATS:
-        raise TypeError(f"scaled_square: x has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served")
+        raise TypeError(f"scaled_square: x has dtype {x.dtype}; float16, bfloat16, float32 and float64 are supported")
 
 
 scaled_square_vjp = Op(reference.scaled_square_vjp, fake=_fake_vjp, outputs=("dx",), fold=("dout", "x"))

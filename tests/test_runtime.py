@@ -398,7 +398,7 @@ def test_vulkan_takes_the_gpu_that_torch_uses(monkeypatch, gpus, visible, chosen
 def test_vulkan_wants_version_1_2():
     from tilesmith.runtime import vulkan_device
 
-    with pytest.raises(RuntimeError, match="no device knows Vulkan 1.2"):
+    with pytest.raises(RuntimeError, match="no device supports Vulkan 1.2"):
         vulkan_device._chosen(Machine([(2, A)], version=11), None)
 
 

@@ -524,7 +524,7 @@ def test_what_is_said_of_releases(monkeypatch):
     assert "not tested; each Gluon kernel is tried once" in releases.release_status("99.1.0")
     some = releases.release_status("3.7.1")
     assert not releases.tested("3.7.1") and "values of some kernels tested on NVIDIA H200" in some
-    assert some.endswith("each Gluon kernel is tried once before it is served")
+    assert some.endswith("each Gluon kernel is tried once before it is used")
     monkeypatch.setattr(releases, "installed", lambda: "3.5.1")
     assert releases.too_old() == "Triton 3.5.1; the Hopper kernels are written in the Gluon of Triton 3.6"
 

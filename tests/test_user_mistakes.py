@@ -75,7 +75,7 @@ ATTENTION = [
     (
         "gqa",
         lambda: ops.attention(Q, K, K, enable_gqa=True),
-        "enable_gqa (got bool True): leave it out: heads|served as they are",
+        "enable_gqa (got bool True): leave it out: heads|need no expanding",
     ),
     ("score_mod", lambda: ops.attention(Q, K, K, score_mod=max), "score_mod|flex_attention"),
     ("typing error", lambda: ops.attention(Q, K, K, dropout_q=0.1), "dropout_q|Did you mean 'dropout_p'?"),

@@ -71,7 +71,7 @@ def flash_attention_forward(
 def flash_attention_forward_with_stats(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(O, l, m): what `flash_attention_forward` returns, and what `flash_attention_backward` needs besides.
+    """(O, l, m): the result of `flash_attention_forward`, and the row sums and maxima that its backward needs.
 
     m [B, H, N]: the largest scaled score of each row. l [B, H, N]: the row's sum of exp(score - m), so l · exp(m) is
     the softmax's denominator. Both fp32 (fp64 for fp64), from a second pass over Q and K, which takes O(N) memory and
@@ -99,8 +99,8 @@ def flash_attention_backward(
 
     Q, K, V, O, dO: [B, H, N, D]. l, m [B, H, N]: row sums and row maxima, fp32 (fp64 for fp64). O, l and m come from
     `flash_attention_forward_with_stats`; any pair with the same m + log(l) gives the same gradients. Bc, Br, use_half:
-    as in the forward; with use_half O and dO are rounded to float16 too. Autograd needs none of this. Not
-    differentiable. Raises as `flash_attention_forward` does.
+    as in the forward; with use_half O and dO are rounded to float16 too. With autograd you do not need this function.
+    Not differentiable. Raises as `flash_attention_forward` does.
 
     `tilesmith.ops.flash_attention_backward` is another function of this name, with scale and causal.
     """
@@ -116,8 +116,8 @@ def flash_attention_backward(
 class FlashAttention(nn.Module):
     """The functions above as a module without parameters. bc, br: Bc and Br.
 
-    num_heads: how many heads lie beside one another in the last dim of inputs [B, N, num_heads · D]; inputs
-    [B, H, N, D] say themselves how many they have.
+    num_heads: how many heads are packed in the last dim of inputs [B, N, num_heads · D]; inputs [B, H, N, D] have H
+    heads.
     """
 
     def __init__(self, bc: int = 32, br: int = 32, use_half: bool = False, *, num_heads: int = 1):
@@ -150,7 +150,7 @@ class FlashAttention(nn.Module):
         if x.shape[2] == 0 or x.shape[2] % self.num_heads:
             raise ValueError(
                 f"FlashAttention: num_heads is {self.num_heads}, which does not divide {x.shape[2]}, "
-                f"the width of {name}"
+                f"the width of {name}; choose a divisor"
             )
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
@@ -162,9 +162,9 @@ class FlashAttention(nn.Module):
 
 
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
-    """(Bc, Br) that the Triton kernel takes by itself on the current GPU for fp16: a tuning row measured there for
-    about these sizes, else what its shared memory and its generation ask for. (32, 32), the library's choice, where
-    nothing has tiles: without a GPU or without Triton.
+    """(Bc, Br) that the Triton kernel chooses on the current GPU for fp16: from a tuning row measured there for about
+    these sizes, else by the GPU's shared memory and generation. Without a GPU or without Triton there are no tiles, and
+    the result is (32, 32), which lets the library choose.
 
     Raises ValueError for sizes below 1.
     """
@@ -182,14 +182,14 @@ def estimate_memory_usage(
 ) -> dict[str, int | float]:
     """What `flash_attention_forward` and its inputs take on a GPU: bytes of device memory.
 
-    The tensors are float16 with use_half, float32 without; float32 tensors given together with use_half cost 8 bytes an
-    element of each for the copies on top.
+    The tensors are float16 with use_half, float32 without; float32 tensors passed with use_half cost another 8
+    bytes per element of each, for the copies.
 
-    input_memory: Q, K and V. internal_memory: lse, 4 bytes for each row and head; tiles live in shared memory and
+    input_memory: Q, K and V. internal_memory: lse, 4 bytes for each row and head; tiles are in shared memory and
     registers. output_memory: O. total_memory: the sum, which is the peak of a call; total_memory_mb: that in MB of 2^20
-    bytes. A backward takes twice internal_memory more, dO, dQ, dK and dV. Without tiled kernels, on a CPU, the scores
-    come on top: at least 4 · B · H · N² bytes. (At most 128 tokens may be split over more programs, whose partial
-    results are not counted.)
+    bytes. A backward additionally takes twice internal_memory, and dO, dQ, dK and dV. Without tiled kernels, on a CPU,
+    the scores are added: at least 4 · B · H · N² bytes. (At most 128 tokens may be split over more programs, whose
+    partial results are not counted.)
 
     Raises ValueError for sizes below 1.
     """

@@ -11,7 +11,7 @@ from tilesmith.engine.argument_checks import flag, number, probability, size
 
 
 class AttentionPatterns(Enum):
-    """What a query sees: every key, those up to its own, a window of these, or blocks of these."""
+    """What a query sees: every key, the keys up to its own, a window of these, or blocks of these."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -29,9 +29,9 @@ class AttentionConfig:
     d_model, num_heads, num_kv_heads: sizes; num_kv_heads is num_heads if None.
     pattern: what a query sees. window: keys before its own, for SLIDING_WINDOW, which is causal.
     sparsity_ratio (0.9 if None), sparse_pattern (DYNAMIC_THRESHOLD if None), block_size, causal (True if None): for
-        SPARSE; see `DynamicSparseAttention`. causal is refused where the pattern says it.
-    dropout: probability to drop an attention weight, in training. bias: of the projections. qk_norm: an RMSNorm over
-        each head of queries and keys. softcap, scale: of the scores. max_sequence_length: longer ones are refused.
+        SPARSE; see `DynamicSparseAttention`. causal is refused where the pattern determines it.
+    dropout: probability of dropping an attention weight, in training. bias: of the projections. qk_norm: an RMSNorm
+        over each head of queries and keys. softcap, scale: of the scores. max_sequence_length: longer ones are refused.
 
     Raises ValueError or TypeError, naming the field, for values that are out of range and for fields that contradict
     each other or the pattern.
@@ -68,12 +68,13 @@ class AttentionConfig:
             raise ValueError(f"{name}: scale must be above 0, got {self.scale}")
         if self.d_model % self.num_heads:
             raise ValueError(
-                f"{name}: num_heads is {self.num_heads}, which does not divide d_model, {self.d_model}; take a divisor"
+                f"{name}: num_heads is {self.num_heads}, which does not divide d_model, "
+                f"{self.d_model}; choose a divisor"
             )
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{name}: num_kv_heads is {self.num_kv_heads}, which does not divide num_heads, {self.num_heads}; "
-                "take a divisor"
+                "choose a divisor"
             )
         if not isinstance(self.pattern, AttentionPatterns):
             known = ", ".join(member.name for member in AttentionPatterns)
@@ -98,7 +99,7 @@ class AttentionConfig:
         if self.causal is not None:
             flag(name, "causal", self.causal)
             if not sparse:
-                raise ValueError(f"{name}: causal must be left out; pattern, {self.pattern.name}, says it")
+                raise ValueError(f"{name}: causal must be left out; the pattern {self.pattern.name} determines it")
         if self.sparsity_ratio is not None:
             checked_sparsity(name, self.sparsity_ratio)
         if self.sparse_pattern is not None and not isinstance(self.sparse_pattern, SparsePattern):

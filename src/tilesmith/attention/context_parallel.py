@@ -22,10 +22,11 @@ class ContextParallelAttention(nn.Module):
 
     d_model features in num_heads heads. device_mesh: a list of devices of this process, or a DeviceMesh of
     torch.distributed. None: the ranks of the default process group, if it has that many; one device of this process, if
-    context_parallel_size is 1; else, without other ranks, so many GPUs of this process, if there are, or shards on one
-    device, which computes the same in turns. mode: as of `context_parallel_attention`. causal: no key behind a query.
-    Without a process group `forward` takes and gives whole sequences; with one this rank's tokens (`shard`). Raises
-    ValueError where num_heads does not divide d_model, or the devices or ranks are not context_parallel_size many.
+    context_parallel_size is 1; else, without other ranks, that many GPUs of this process if there are enough, or shards
+    on one device, which computes the same one after another. mode: as of `context_parallel_attention`. causal: no key
+    after a query is seen. Without a process group `forward` takes and returns whole sequences; with one, this rank's
+    tokens (`shard`). Raises ValueError if num_heads does not divide d_model, or if there are not context_parallel_size
+    devices or ranks.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class ContextParallelAttention(nn.Module):
         every = held * self.context_parallel_size
         if known is not None and known.local == held and known.tokens != every:
             raise ValueError(
-                f"{name}: shard() padded {known.tokens} tokens to {held} on each rank; say tokens={known.tokens}, or "
+                f"{name}: shard() padded {known.tokens} tokens to {held} on each rank; pass tokens={known.tokens}, or "
                 f"tokens={every} if there is no padding"
             )
         return every
@@ -139,7 +140,7 @@ def create_context_parallel_attention(
     """A `ContextParallelAttention`.
 
     d_model: features. num_heads: heads, which divide d_model. context_parallel_size: devices that share the sequence.
-    device_mesh: which; found if None (`ContextParallelAttention`).
+    device_mesh: which devices; if None they are found as `ContextParallelAttention` describes.
     """
     return ContextParallelAttention(d_model, num_heads, context_parallel_size, device_mesh)
 
@@ -163,7 +164,7 @@ def _ring(name: str, count: int, mesh: Sequence[torch.device | str] | DeviceMesh
     else:
         ring = LocalRing([_device_of(None)] * count)
     if ring.size != count:
-        raise ValueError(f"{name}: context_parallel_size is {count}; device_mesh has {ring.size} devices")
+        raise ValueError(f"{name}: context_parallel_size is {count}; device_mesh has {ring.size} devices: give as many")
     return ring
 
 

@@ -18,7 +18,7 @@ Place = Mapping[str, torch.device | str | torch.dtype | None]
 def create_attention(
     config: AttentionConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The layer that a configuration describes: `FlashAttention3` or `DynamicSparseAttention`.
+    """Build the layer that a configuration describes: a `FlashAttention3` or a `DynamicSparseAttention`.
 
     Its forward takes x [B, T, d_model] and an attention_mask [B, T]. Raises TypeError for another config.
     """

@@ -48,17 +48,18 @@ def flash_attn_func(
 
     q: [B, T, H, D]. k, v: [B, S, G, D] and [B, S, G, Dv]; query head h reads kv head h // (H // G). float16, bfloat16,
         float32 and float64.
-    dropout_p: the probability to drop a probability, in [0, 1), drawn from the generator of the device: 0 to evaluate.
-    softmax_scale: 1 / sqrt(D) if None. softcap: c > 0 bends a scaled score s to c * tanh(s / c).
-    causal, window_size: (left, right) keys around a query, -1 unlimited. The last query and the last key have one
-        position, whatever T and S.
-    alibi_slopes: fp32 [H] or [B, H]; slope * |distance| is taken off a score.
+    dropout_p: the probability of dropping an attention weight, in [0, 1), drawn from the device's generator; pass 0 in
+        evaluation.
+    softmax_scale: 1 / sqrt(D) if None. softcap: c > 0 caps a scaled score s as c * tanh(s / c).
+    causal, window_size: (left, right) keys around a query, -1 unlimited. The last query and the last key have the same
+        position, whatever T and S are.
+    alibi_slopes: fp32 [H] or [B, H]; slope * |distance| is subtracted from a score.
     deterministic: the same bits in every run, also of gradients; False follows
         `torch.are_deterministic_algorithms_enabled()`.
     return_attn_probs: must be False, since probabilities are never in memory.
 
-    A query that sees no key gives 0. Raises ValueError and TypeError, naming the argument. Errors of the op give the
-    shapes that it sees, [B, heads, tokens, D].
+    A query that sees no key gives 0. Raises ValueError and TypeError, naming the argument. Errors raised by the op give
+    shapes in its layout, [B, heads, tokens, D].
     """
     name = "flash_attn_func"
     for which, x in (("q", q), ("k", k), ("v", v)):
@@ -89,18 +90,18 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Attention of N sequences that lie one after another, [tokens, H, Dv] in q's dtype: flash-attn's function of this
-    name. Differentiable.
+    """Attention over N concatenated sequences, [tokens, H, Dv] in q's dtype: flash-attn's function of this name.
+    Differentiable.
 
     q: [tokens of all sequences, H, D]. k, v: [keys of all sequences, G, D] and [..., G, Dv], or with `block_table` the
         pages of a cache, [num_pages, page_size, G, D] and [num_pages, page_size, G, Dv].
-    cu_seqlens_q, cu_seqlens_k: int32 [N + 1], where each sequence begins, then the number of tokens, of keys.
-    max_seqlen_q, max_seqlen_k: the longest sequence, which an int on the host tells; 0 if unknown.
+    cu_seqlens_q, cu_seqlens_k: int32 [N + 1], the start of each sequence, then the total number of tokens, or of keys.
+    max_seqlen_q, max_seqlen_k: ints, the length of the longest sequence; 0 if unknown.
     alibi_slopes: fp32 [H] or [N, H].
-    block_table: int32 [N, pages], the pages of each sequence in order; those behind its last key are not read, whatever
-        their entries are. cu_seqlens_k then says by differences how many keys each sequence has.
+    block_table: int32 [N, pages], the pages of each sequence in order; entries after its last key are not read. The
+        differences of cu_seqlens_k then give the number of keys of each sequence.
 
-    Everything else is as in `flash_attn_func`; the last query of a sequence and its last key have one position.
+    Everything else is as in `flash_attn_func`; the last query of a sequence and its last key have the same position.
     """
     name = "flash_attn_varlen_func"
     keys = ("tokens", "heads", "D") if block_table is None else ("pages", "page_size", "heads", "D")
@@ -143,7 +144,7 @@ def _paged_lengths(name: str, starts_q: Tensor, starts_k: Tensor, k: Tensor, blo
     longest = max(lengths.tolist(), default=0) if readable(lengths) else 0
     if longest > room:
         raise ValueError(
-            f"{name}: cu_seqlens_k tells of a sequence of {longest} keys; block_table has {block_table.shape[1]} pages "
+            f"{name}: cu_seqlens_k has a sequence of {longest} keys; block_table has {block_table.shape[1]} pages "
             f"of {k.shape[1]} for each: give it more pages"
         )
     if readable(lengths) and readable(starts_q):
@@ -182,7 +183,7 @@ def check_slopes(name: str, slopes: Tensor | None, q: Tensor, rows: int, heads: 
     shaped(name, "alibi_slopes", slopes, (heads,), (rows, heads), device=q.device)
     floating(name, "alibi_slopes", slopes)
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: alibi_slopes requires a gradient and receives none; pass alibi_slopes.detach()")
+        raise ValueError(f"{name}: alibi_slopes requires a gradient but would receive none; pass alibi_slopes.detach()")
 
 
 def _checked(

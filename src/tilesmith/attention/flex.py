@@ -16,13 +16,13 @@ from tilesmith.ops.attn.mask import Blocks, Mask
 def to_block_mask(
     blocks: Blocks, tokens: int, keys: int, *, heads: int | None = None, causal: bool = False
 ) -> BlockMask:
-    """The BlockMask that sees what `Mask(causal=causal, blocks=blocks)` sees, for `flex_attention`.
+    """A BlockMask for `flex_attention`, equal to `Mask(causal=causal, blocks=blocks)`.
 
     tokens, keys: lengths that the lists are for. heads: query heads, where the lists are those of kv heads, which
     FlexAttention does not know; None: as many as there are lists. Blocks that the diagonal crosses become partial ones,
-    the others full ones; the mask_mod says all of it again, for FlexAttention without torch.compile, which looks at
+    the others full ones; the mask_mod repeats the whole mask, for FlexAttention without torch.compile, which uses
     nothing else. FlexAttention keeps ceil(keys / block_k) numbers for each block of queries, however
-    few are kept: 268 MB a head for a million tokens. The host waits for nothing. Raises ValueError or TypeError for
+    few are kept: 268 MB a head for a million tokens. Does not wait for the device. Raises ValueError or TypeError for
     lists that are not of these lengths, for sizes below 1 and for a number of heads that the lists do not divide.
     """
     for name, value in (("tokens", tokens), ("keys", keys)):
@@ -44,7 +44,7 @@ def to_block_mask(
     seen = _table(blocks, rows, columns)
     if heads is not None:
         if size("to_block_mask", "heads", heads) % seen.shape[1]:
-            raise ValueError(f"to_block_mask: heads is {heads}, which the {seen.shape[1]} lists do not divide")
+            raise ValueError(f"to_block_mask: heads is {heads}, which is not a multiple of the {seen.shape[1]} lists")
         seen = seen.repeat_interleave(heads // seen.shape[1], 1) if seen.shape[1] > 1 else seen
     full = seen
     shift = keys - tokens
@@ -67,11 +67,11 @@ def to_block_mask(
 
 
 def from_block_mask(block_mask: BlockMask, *, causal: bool = False) -> Mask:
-    """The Mask that sees what a BlockMask sees, for `ops.attention`.
+    """A `Mask` for `ops.attention`, equal to a BlockMask of FlexAttention.
 
-    A mask_mod is a Python function, which no kernel of ours reads: where the BlockMask has partial blocks, causal=True
-    says that it hides the keys behind a query and nothing else. Raises ValueError for partial blocks without that. The
-    host waits, to know how many blocks there are.
+    A mask_mod is a Python function, which our kernels cannot read: if the BlockMask has partial blocks, pass
+    causal=True to state that it hides the keys after a query and nothing else. Raises ValueError for partial blocks
+    without that. Waits for the device, to count the blocks.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"from_block_mask: block_mask must be a BlockMask, got {type(block_mask).__name__}")

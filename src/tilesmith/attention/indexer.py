@@ -15,7 +15,7 @@ class BlockIndexer(nn.Module):
 
     index_dim: features of an index head. Queries and keys pass through an RMSNorm each, and through the layer's rotary
     embedding if it has one. A block's score is the largest q . k / sqrt(index_dim) of its visible pairs of tokens, so
-    that one key which one query seeks is not lost among others. Form: the selection branch of MiniMax-M3
+    that a single key that matters to a single query is not averaged away. Form: the selection branch of MiniMax-M3
     (arXiv:2606.13392), with a block of queries in place of one query, and a head of keys for each kv head.
     """
 
@@ -40,7 +40,7 @@ class BlockIndexer(nn.Module):
     def forward(
         self, x: Tensor, rotary: RotaryEmbedding | None = None, *, block_size: int = 128, causal: bool = True
     ) -> Tensor:
-        """Scores fp32 [B, G, R, C] of x [B, T, d_model]; -inf for blocks that nobody sees."""
+        """Scores fp32 [B, G, R, C] of x [B, T, d_model]; -inf for blocks that no query of the row sees."""
         q = self.q_norm(self.q_proj(x).unflatten(2, (-1, self.index_dim))).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).unflatten(2, (-1, self.index_dim))).transpose(1, 2)
         if rotary is not None:
@@ -49,13 +49,13 @@ class BlockIndexer(nn.Module):
 
     @torch.no_grad()
     def start_from(self, attention: Attention) -> None:
-        """Take the weights of an attention that is trained already: its keys' projection, and of its queries' the mean
-        over the heads that share a kv head; the weights of its norms, if it has them.
+        """Initialise from a trained attention layer: its key projection, its query projection averaged over the heads
+        that share a kv head, and the weights of its norms, if it has them.
 
-        From random weights the indexer learns for long before it finds single keys: the gradient of a largest score
-        is that of one pair of tokens, and seldom of the one that is sought. Biases are not taken. Raises TypeError for
-        what is no `tilesmith.nn.Attention`, ValueError unless d_model, the number of kv heads and the head dim, which
-        must be index_dim, are the indexer's.
+        From random weights the indexer trains for long before it finds single keys: the gradient of a maximum is that
+        of one pair of tokens, and seldom of the right one. Biases are not copied. Raises TypeError if it is not a
+        `tilesmith.nn.Attention`, ValueError unless d_model, the number of kv heads and the head dim, which must be
+        index_dim, are the indexer's.
         """
         if not isinstance(attention, Attention):
             raise TypeError(

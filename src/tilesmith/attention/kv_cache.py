@@ -45,14 +45,14 @@ def flash_attn_with_kvcache(
 
     q: [B, T, H, D]. k_cache, v_cache: [rows, S, G, D] and [rows, S, G, Dv], or [num_pages, page_size, G, D | Dv] with
         `block_table` int32 [B, pages]; changed in place where `k` is given.
-    k, v: [B, R, G, D] (Dv is D then), written behind the first `cache_seqlens` slots of each row. R may differ from T.
+    k, v: [B, R, G, D] (Dv is D then), written after the first `cache_seqlens` slots of each row. R may differ from T.
     rotary_cos, rotary_sin: [positions, up to D / 2], only with k: the new keys are rotated by their slots. Queries are
         rotated by cache_seqlens, cache_seqlens + 1, … with `causal` or a window, else all by cache_seqlens.
         rotary_interleaved: features (2i, 2i + 1) form a pair, else the two halves of those that are rotated.
     cache_seqlens: int, or int32 [B]: how many slots of each row hold keys before the call; None, without k, for all.
     cache_batch_idx: int32 [B], which row of the cache each row has; None for the first B. Of rows that write to one row
         of the cache any may win. Not together with `block_table`.
-    cache_leftpad: int32 [B], the first slot of each row that holds a key; what lies before it is not attended to.
+    cache_leftpad: int32 [B], the first slot of each row that holds a key; slots before it are not attended to.
         Slots keep their numbers: those of `cache_seqlens` and of the rotation count from 0.
     softmax_scale: 1 / sqrt(D) if None. causal, window_size: (left, right), -1 unlimited; aligned at the last key.
     softcap: 0 for none. alibi_slopes: fp32 [H] or [B, H]. num_splits: 0; the library chooses how keys are split.
@@ -61,11 +61,11 @@ def flash_attn_with_kvcache(
     key gives 0 and -inf. No gradient reaches k and v, which are written.
 
     Raises ValueError and TypeError, naming the argument, before anything is written: also for cache_seqlens that the
-    cache does not have or that leave no room for the new keys, a cache_batch_idx that is no row of it, a block_table
-    with other numbers than its pages where slots are used, and tables of angles that end too early, where the host can
-    read them, in an int and in tensors on a CPU. Elsewhere what is written beyond the cache is dropped, and such a row
-    may give anything. Tensors are checked by the two ops that serve the call, whose names and layouts
-    ([B, heads, tokens, D]) errors about shapes then have: `kv_cache_append` and `attention`.
+    cache does not have or that leave no room for the new keys, a cache_batch_idx that is not a row of it, a block_table
+    that names pages it does not have for used slots, and tables of angles that are too short, provided that the host
+    can read the values: an int, or tensors on a CPU. Otherwise writes beyond the cache are dropped, and the result of
+    such a row is undefined. Tensors are checked by the two ops that serve the call, `kv_cache_append` and `attention`;
+    errors about shapes have their names and layout, [B, heads, tokens, D].
     """
     _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table, num_splits)
     if softmax_scale is not None:

@@ -17,10 +17,10 @@ class FlashAttention3(Attention):
     """Exact multi-head self-attention, o_proj(attention(q_proj(x), k_proj(x), v_proj(x))), by the attention op.
 
     On Hopper the op has warp-specialised kernels with TMA and WGMMA (the design of Shah et al., "FlashAttention-3",
-    arXiv:2407.08608), elsewhere others; `explain` says which one serves a call and why. num_heads divides d_model.
-    causal: no key behind the query. window: keys before its own that a query sees; without causality as many behind
-    it. max_sequence_length: longer sequences are refused. The other arguments are those of `nn.Attention`, whose
-    parameters this layer has.
+    arXiv:2407.08608), elsewhere others; `explain` says which one serves a call and why. num_heads must divide d_model.
+    causal: no key after the query is seen. window: how many keys before its own a query sees; without causality as many
+    after it. max_sequence_length: longer sequences are refused. The other arguments and the parameters are those of
+    `nn.Attention`.
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class FlashAttention3(Attention):
             raise ValueError(f"{name}: x must be [batch, tokens, {self.d_model}], got {list(x.shape)}")
         longest = self.max_sequence_length
         if longest is not None and x.shape[1] > longest:
-            raise ValueError(f"{name}: x has {x.shape[1]} tokens; max_sequence_length is {longest}")
+            raise ValueError(
+                f"{name}: x has {x.shape[1]} tokens; max_sequence_length is {longest}: pass fewer or raise it"
+            )
         if rotary is not None and not isinstance(rotary, RotaryEmbedding):
             raise TypeError(f"{name}: rotary must be a RotaryEmbedding or None, got {type(rotary).__name__}")
         dense = None if attention_mask is None else _keys(name, attention_mask, x)

@@ -15,7 +15,7 @@ from tilesmith.ops.attn.mask import Blocks
 
 
 class SparsePattern(Enum):
-    """Which blocks of keys a block of queries keeps, beside its own (the one on the diagonal).
+    """Which blocks of keys a block of queries keeps, in addition to its own (the one on the diagonal).
 
     RANDOM: drawn once, other ones for each kv head, one from each of as many equal stretches.
     BLOCK_SPARSE: runs of four neighbouring blocks at equal distances; its own run holds the diagonal.
@@ -42,7 +42,7 @@ CLOSED = (SparsePattern.RANDOM, SparsePattern.BLOCK_SPARSE, SparsePattern.STRIDE
 def refuse_softcap(of: str, softcap: float, pattern: SparsePattern) -> None:
     """Raise ValueError for a softcap beside a pattern whose shares know none."""
     if softcap and pattern in RANKING:
-        raise ValueError(f"{of}: softcap is not served with {pattern.name}, whose shares know none")
+        raise ValueError(f"{of}: softcap is not supported with {pattern.name}, whose estimate ignores it")
 
 
 def pattern_blocks(

@@ -21,9 +21,9 @@ class RingAttentionLayer(nn.Module):
     d_model features in num_heads heads. max_sequence_length: of the whole sequence; a longer one is refused. device: of
     the parameters, the first GPU if None and there is one. group: a process group, DeviceMesh or Ring of
     torch.distributed whose ranks hold the sequence by tokens (`tilesmith.distributed.Layout.zigzag` if `causal`, else
-    contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`. causal: no key behind a
-    query. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide d_model,
-    for another mode and for a device that is not here.
+    contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`. causal: no key after a
+    query is seen. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide
+    d_model, for another mode and for a device that is not here.
     """
 
     def __init__(

@@ -20,14 +20,14 @@ def selected_block_attention(
 
     q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv], aligned at the last token; S - T must be a multiple of block_size,
     or T be 1. block_indices int [B, G, T, n]: the blocks that the query heads of a kv head see at each token, in any
-    order, none twice; -1 stands for none. A block behind the query is not seen, and of its own only the keys up to
+    order, none twice; -1 stands for none. A block after the query is not seen, and of its own block only the keys up to
     itself. Differentiable in q, k and v; nothing of T x S is made.
 
     The whole blocks before a query's own need no causality: the H / G queries of a token that share them lie one after
     another as one block of queries, whose list they are. The own blocks are a second call with causality, and the two
     results are merged by their lse.
-    Raises ValueError or TypeError, naming the argument, for what does not fit; on a CPU also for blocks that are not
-    there or named twice.
+    Raises ValueError or TypeError, naming the argument, for what does not fit; on a CPU also for blocks that do not
+    exist or are named twice.
     """
     tokens, keys, shift = _check(q, k, v, block_indices, block_size)
     batch, heads, _, dim = q.shape

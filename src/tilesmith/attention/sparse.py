@@ -20,10 +20,10 @@ from tilesmith.ops.attn.mask import Blocks
 
 
 class DynamicSparseAttention(FlashAttention3):
-    """Self-attention in which each block of queries sees few blocks of keys, one choice for each kv head.
+    """Self-attention in which each block of queries attends to few blocks of keys, chosen for each kv head.
 
-    sparsity_ratio: share of the blocks of scores that are left out, of those that causality leaves; from 0 to 0.95.
-        What is kept never exceeds the rest, except that each block of queries keeps its own block of keys.
+    sparsity_ratio: share of the blocks of scores that are left out, among those that causality allows; from 0 to 0.95.
+        No more than the remaining share is kept, except that each block of queries keeps its own block of keys.
     pattern: see `SparsePattern`.
     block_size: tokens of a block, 128, 64, 32 or 16; None: the largest of them of which a block of queries keeps three
         on average, so that short sequences are sparse, too. Hopper's kernels serve 128.
@@ -33,21 +33,21 @@ class DynamicSparseAttention(FlashAttention3):
         DYNAMIC_THRESHOLD and LEARNED keep whatever their scores are, within the budget.
     mass: DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention; 1: as many as
         the budget allows.
-    seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None. What a pattern does not listen to is refused
-        unless it is the default.
+    seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None. An argument that the pattern does not use is
+        refused unless it has its default.
     index_samples: of a block, how many queries, evenly spaced, measure the attention that is the indexer's target: a
         power of two. Blocks of no more tokens have all of theirs measured; 128: those of any size.
     index_target, index_loss_weight: the loss that trains LEARNED's indexer, and nothing else: KL from the shares of the
         attention to the indexer's softmax over blocks, over the kept blocks ("selected") or over all ("dense", two
         passes over the dense scores: for the beginning of a training). It is computed in training while gradients are,
-        `index_loss` holds the last one, and its gradient, times the weight, joins the backward of whatever loss uses
-        the output: the indexer needs no line in the training loop. With weights that were trained dense,
-        `indexer.start_from(layer)` after loading them makes it look for what the attention looks for.
+        `index_loss` holds the last one, and its gradient, times the weight, is added in the backward of any loss that
+        uses the output: the training loop needs no extra line for the indexer. With weights that were trained dense,
+        call `indexer.start_from(layer)` after loading them: it then starts from the attention's own projections.
     options: the keyword arguments of `FlashAttention3`, without its window.
 
-    A block's choice looks at all of its queries, also at those behind a query of the same block: the values that a
-    query sees are causal, the choice of blocks is causal to a block. There is no cache; decoding wants a choice for
-    each query, `selected_block_attention`.
+    A block's choice depends on all of its queries, including later ones of the same block: the values that a query sees
+    are causal, but the choice of blocks is causal only up to a block. There is no cache; for decoding, which needs a
+    choice for each query, use `selected_block_attention`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DynamicSparseAttention(FlashAttention3):
             )
         learned = pattern is SparsePattern.LEARNED
         if options.get("window") is not None:
-            raise ValueError(f"{name}: window is not served; LOCAL_GLOBAL is the pattern for what lies near")
+            raise ValueError(f"{name}: window is not supported; use the pattern LOCAL_GLOBAL for nearby keys")
         refuse_softcap(name, options.get("softcap", 0.0), pattern)
         if top_blocks is not None:
             size(name, "top_blocks", top_blocks)
@@ -119,14 +119,14 @@ class DynamicSparseAttention(FlashAttention3):
     ) -> Tensor:
         """x [B, T, d_model] to [B, T, d_model]; see `FlashAttention3.forward`.
 
-        attention_mask hides keys from the attention; the choice of blocks does not look at it. LEARNED refuses one in
-        training, since the indexer's target does not know it.
+        attention_mask hides keys from the attention; the choice of blocks ignores it. LEARNED refuses one in training,
+        since the indexer's target does not know it.
         """
         q, k, v, dense = self._inputs(x, attention_mask, rotary)
         trains = self.indexer is not None and self.training and torch.is_grad_enabled()
         if trains and dense is not None:
             raise ValueError(
-                "DynamicSparseAttention: attention_mask is not served while LEARNED trains; pad behind the tokens and "
+                "DynamicSparseAttention: attention_mask is not supported while LEARNED trains; pad on the right and "
                 "leave padding out of the loss"
             )
         blocks, scores, keep = self._choose(q, k, x, rotary)
@@ -146,7 +146,7 @@ class DynamicSparseAttention(FlashAttention3):
             return self._choose(q, k, x, rotary)[0]
 
     def measure(self, x: Tensor, *, rotary: RotaryEmbedding | None = None) -> SparsityReport:
-        """What is left out of the attention of x, counted: sparsity, retained mass and FLOPs. The host waits."""
+        """How much of the attention of x is left out: sparsity, retained mass and FLOPs. Waits for the device."""
         with torch.no_grad():
             q, k, v, _ = self._inputs(x, None, rotary)
             blocks = self._choose(q, k, x, rotary)[0]
@@ -220,7 +220,7 @@ def create_sparse_attention(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> DynamicSparseAttention:
-    """A `DynamicSparseAttention`, which explains the arguments and has more of them.
+    """Make a `DynamicSparseAttention`; see there for the arguments and for further ones.
 
     sparsity_ratio: share of the blocks of scores to leave out, from 0 to 0.95. Raises ValueError or TypeError, naming
     the argument, for what does not fit.

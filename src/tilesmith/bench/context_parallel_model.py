@@ -32,16 +32,18 @@ def page() -> str:
     lines = [
         "# What context parallelism should cost",
         "",
-        "Milliseconds of forward and backward of one layer's causal attention by the model of",
-        "`tilesmith.distributed.cost`: head dim 128, bf16, hosts of 8 H200s. Not measured. The constants: the kernel's",
-        f"rate {machine.rate / 1e12:g} TFLOP/s, {machine.ramp * 1e6:g} µs a call; the host's",
-        f"{machine.issue * 1e3:g} ms a call and {machine.exchange * 1e3:g} an exchange, for which short passes wait; "
-        "between the GPUs of a host",
-        f"{machine.link.bandwidth / 1e9:g} GB/s and {machine.link.latency * 1e6:g} µs, between hosts "
-        f"{machine.network.bandwidth / 1e9:g} GB/s and {machine.network.latency * 1e6:g} µs a",
-        f'GPU. Others\' keys may take {MEMORY / 1e9:g} GB. Bold is what `mode="auto"` takes; of hybrids the best '
-        "degree is shown;",
-        "– cannot be, and a number in brackets does not fit.",
+        "Estimated, not measured: milliseconds for forward and backward of one layer's causal attention, by the model",
+        "in `tilesmith.distributed.cost`, with head dim 128, bf16 and hosts of 8 H200s. The constants of the model:",
+        "",
+        f"- the attention kernel: {machine.rate / 1e12:g} TFLOP/s, and {machine.ramp * 1e6:g} µs a call",
+        f"- the host: {machine.issue * 1e3:g} ms a call and {machine.exchange * 1e3:g} ms an exchange, "
+        "which limit short passes",
+        f"- between GPUs of a host: {machine.link.bandwidth / 1e9:g} GB/s and {machine.link.latency * 1e6:g} µs; "
+        f"between hosts: {machine.network.bandwidth / 1e9:g} GB/s and {machine.network.latency * 1e6:g} µs a GPU",
+        f"- memory for keys of other ranks: {MEMORY / 1e9:g} GB",
+        "",
+        'Bold marks what `mode="auto"` takes. For hybrids the best degree is shown in parentheses. – marks a mode that',
+        "is not possible, and square brackets one that does not fit into this memory.",
         "",
         "| GPUs | tokens | heads | " + " | ".join(COLUMNS) + " |",
         "| --: | --: | :-- | " + " | ".join("--:" for _ in COLUMNS) + " |",

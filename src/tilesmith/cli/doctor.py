@@ -103,13 +103,13 @@ def _advice(device, driver: str | None) -> list[str]:
             f"torch is a CPU build, but this machine has NVIDIA driver {driver}: pip install --force-reinstall torch"
         ]
     if device.type == "cpu":
-        first = f"{_install.command('interpreter')}, then " if triton_missing() else ""
+        first = f"{_install.triton()}, then " if triton_missing() else ""
         return [
             "kernels need a GPU: NVIDIA, AMD or Intel through Triton, Apple through Metal",
             f"to see what a GPU would choose: {first}tilesmith explain rms_norm --arch sm90",
         ]
     if device.type in ("cuda", "xpu") and triton_missing():
-        return ["pip install triton"]
+        return [_install.triton()]
     return []
 
 

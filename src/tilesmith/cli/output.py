@@ -149,7 +149,7 @@ def dtype_named(name: str | None, device: torch.device) -> torch.dtype:
     from tilesmith.engine.argument_checks import FLOATS
 
     if dtype not in FLOATS:
-        refuse(f"--dtype {name} is not served; use float32, float16, bfloat16 or float64")
+        refuse(f"--dtype {name} is not supported; use float32, float16, bfloat16 or float64")
     return dtype
 
 

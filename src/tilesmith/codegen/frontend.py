@@ -36,11 +36,12 @@ def build(
 ) -> KernelIR:
     """The verified KernelIR of a Python function whose arguments are annotated In, Out, InOut or Scalar.
 
-    An argument whose annotation is None (as of `bias: In[f32] if biased else None`) is left out, and None inside.
+    An argument whose annotation is None (as in `bias: In[f32] if biased else None`) is left out, and is None inside the
+    kernel.
 
     workgroup: threads along x, y, z. subgroup_size: what the kernel relies on; 32 with fragments; None: any.
-    limits: those of a device; a workgroup beyond them is refused. constants: compile-time values by name, beside those
-    of the function's closure and module.
+    limits: those of a device; a workgroup beyond them is refused. constants: compile-time values by name, in addition
+    to those of the function's closure and module.
 
     Raises KernelError, which begins with file:line and says what is allowed.
     """

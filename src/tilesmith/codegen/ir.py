@@ -77,7 +77,7 @@ class Variable(Node):
 
 
 class KernelIR(Node):
-    """A kernel: what it takes, what it declares, what it does.
+    """A kernel: its arguments, declarations and statements.
 
     `subgroup_size`: the size that the kernel relies on, or None. `source`: the file that `line` of a statement means.
     """
@@ -168,10 +168,10 @@ class KernelIR(Node):
         return frozenset(e.function for e in self.expressions if isinstance(e, Call))
 
     def plain_scalars(self, values: Mapping[str, int | float]) -> dict[str, int | float]:
-        """`values` as Python's numbers, in declared order. Infinities and NaN are numbers of f32.
+        """`values` as Python's numbers, in declared order. Infinities and NaN are allowed for f32.
 
-        Raises KernelError where `values` has not exactly the declared names, or a type does not hold its number,
-        TypeError for what is no whole number, or for f32 no number.
+        Raises KernelError if `values` does not have exactly the declared names, or a number does not fit its type;
+        TypeError for something that is not a whole number, or, for f32, not a number.
         """
         self.want("scalars", self.scalar_types.keys(), values)
         plain: dict[str, int | float] = {}
@@ -205,7 +205,7 @@ class KernelIR(Node):
             raise KernelError(f"{self.name} takes the {kind} {', '.join(wanted) or 'none'}; got {got}")
 
     def plain_grid(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
-        """`grid` as Python's numbers. Raises KernelError for what is not three whole numbers of workgroups."""
+        """`grid` as Python's numbers. Raises KernelError unless it is three whole numbers of workgroups."""
         if (
             not isinstance(grid, (tuple, list))
             or len(grid) != 3

@@ -48,7 +48,7 @@ class Inline(Node):
 def inline(function: Callable) -> Inline:
     """Mark a function that kernels may call: plain statements, then at most one `return`, at the end.
 
-    Arguments are passed by value, arrays and fragments by name. Its own arrays are declared anew at each call.
+    Arguments are passed by value, arrays and fragments by name. Arrays that it declares are new at each call.
     """
     return Inline(function)
 
@@ -138,7 +138,7 @@ def exp(x: Any) -> Any:
 
 @_word
 def exp2(x: Any) -> Any:
-    """2 to the x. About 2 ulp; a result below 2**-126 may be 0."""
+    """2 to the x. Accurate to about 2 ulp; a result below 2**-126 may be 0."""
 
 
 @_word
@@ -242,8 +242,9 @@ def fragment(role: str, type: Type, tile: int = 16, placed: bool = True) -> Any:
 
     CUDA and cooperative matrices take tile 16, Metal 8. The workgroup must hold whole subgroups.
 
-    placed: whether `row`, `column`, `row_add` and `row_max` are known for its elements. Vulkan's drivers keep to
-    themselves which elements a thread holds, but hold accumulators alike: there elements only of those not placed.
+    placed: whether `row`, `column`, `row_add` and `row_max` are known for its elements. Vulkan does not specify which
+    elements a thread holds, only that all accumulators have the same layout: there, elements are available only for
+    fragments that are not placed.
     """
 
 

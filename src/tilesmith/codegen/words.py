@@ -177,7 +177,7 @@ def _store_fragment(writer: Writer, fragment: Any, array: Any, offset: Any, stri
 def _mma(writer: Writer, c: Any, a: Any, b: Any) -> None:
     c, a, b = _the_fragment(c, "c"), _the_fragment(a, "a"), _the_fragment(b, "b")
     if a.type is not b.type or len({c.tile, a.tile, b.tile}) > 1:
-        raise Misuse(f"{a.name} is {a.type} {a.tile}, {b.name} {b.type} {b.tile}, {c.name} {c.tile}: they must agree")
+        raise Misuse(f"{a.name} is {a.type} {a.tile}, {b.name} {b.type} {b.tile}, {c.name} {c.tile}: they must match")
     writer.emit(Mma(writer.line, c.name, a.name, b.name))
 
 

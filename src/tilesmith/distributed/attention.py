@@ -49,7 +49,7 @@ def context_parallel_attention(
     kernel: str = "tilesmith",
     timeout: float = LIMIT,
 ) -> tuple[Any, Any]:
-    """Softmax attention of a sequence that is sharded by tokens: (out, lse) of this rank's tokens, both differentiable.
+    """Softmax attention over a sequence sharded by tokens: (out, lse) of this rank's tokens, both differentiable.
 
     q [B, H, T, D], k [B, G, T, D], v [B, G, T, Dv]: this rank's T tokens, the same number on every rank; query head h
     reads kv head h // (H // G). With a `LocalRing` they are lists, one tensor for each rank, and so are out and lse.
@@ -66,7 +66,7 @@ def context_parallel_attention(
     of T is padding: it is not attended, its out is 0, its lse -inf, its gradients are 0.
     mode: "allgather" (all keys that a rank's queries see come at once, while it computes with its own), "ring" (rank by
     rank, in memory that does not grow with their number), "ulysses" (tokens are exchanged for heads), "hybrid" (heads
-    among `degree` neighbours, keys among groups of them), or "auto": the cheapest by `explain_context_parallel`, told
+    among `degree` neighbours, keys among groups of them), or "auto": the cheapest by `explain_context_parallel`, logged
     at INFO. degree: of "hybrid" alone; the second dim of a DeviceMesh if None.
     kernel: "tilesmith", or "cudnn" for comparison. timeout: seconds until a rank that does not answer is an error; a
     `Ring` has its own.
@@ -103,7 +103,7 @@ def context_parallel_attention(
 
 
 def ring_of(group: Group, timeout: float = LIMIT) -> Ring:
-    """The ring of a process group or mesh; the same one at every call, a given one itself."""
+    """The ring of a process group or mesh, the same one at every call; a `Ring` is returned as it is."""
     # first what costs the host least: torch asks whether an object is a mesh in Python
     if not isinstance(group, type) and all(hasattr(group, name) for name in ("post", "wait", "agree")):
         if timeout != LIMIT:
@@ -191,7 +191,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> None:
-        raise RuntimeError(f"{NAME}: gradients of its gradients are not served; use ops.attention in one process")
+        raise RuntimeError(f"{NAME}: gradients of its gradients are not supported; use ops.attention in one process")
 
 
 def _by(count: int, flat: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -62,12 +62,12 @@ def masked_and_scored(mask: Any, score: Any, of: str = NAME) -> None:
         raise TypeError(f"{of}: score must be a Score, got {shown(score)}; write Score(scale=0.1), for example")
     for name, value in (("prefix", mask.prefix), ("blocks", mask.blocks)):
         if value is not None:
-            raise ValueError(f"{of}: Mask({name}=...) is not served; say the same as Mask(dense=...)")
+            raise ValueError(f"{of}: Mask({name}=...) is not supported; pass the same mask as Mask(dense=...)")
     for name, x in (("alibi", score.alibi), ("bias", score.bias)):
         if x is not None:
             tensor(of, f"Score({name}=...)", x)
     if score.alibi is not None and score.alibi.requires_grad:
-        raise ValueError(f"{of}: Score(alibi=...) gets no gradient; detach it")
+        raise ValueError(f"{of}: Score(alibi=...) receives no gradient; pass alibi.detach()")
 
 
 def placed(layout: Layout | str, size: int, tokens: int) -> Layout:
@@ -152,7 +152,7 @@ def refuse(
                 f"{list(x.shape)}"
             )
         if x is not None and x.requires_grad:
-            raise ValueError(f"{NAME}: {name} gets no gradient over ranks; detach it")
+            raise ValueError(f"{NAME}: {name} receives no gradient over ranks; detach it")
     if sinks is not None:
         tensor(NAME, "sinks", sinks)
         if tuple(sinks.shape) != (heads,):

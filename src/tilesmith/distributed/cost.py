@@ -152,8 +152,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which mode a call takes and why, with what every mode would cost by the model. transport: what moves its tokens
-    between ranks, and why; None where nobody asked."""
+    """The mode that a call takes and why, with the estimated cost of every mode. transport: what moves its tokens
+    between ranks, and why; None if no group was given."""
 
     mode: str
     degree: int

@@ -39,19 +39,19 @@ def expert_parallel(
     down_bias: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
-    """`ops.experts` of this rank's tokens where each rank of a group holds an equal share of the experts.
+    """`ops.experts` for this rank's tokens, with each rank of a group holding an equal share of the experts.
 
     x: [..., C], this rank's tokens, as many as it has. gate_up [E / P, N, C], down [E / P, C, I] and the biases: this
     rank's experts; rank r has those from r E / P on. indices: [..., K] among all E experts; others contribute nothing.
     weights: [..., K]. group: a process group, a one-dimensional mesh, or None for all ranks. activation: its name and
     options, as of `ops.experts`.
 
-    A token travels once to each rank that has experts of it, which weights and adds what they give. The sums of ranks
-    are rounded to x's dtype and added in the order of ranks. The forward has five exchanges, of which the first, of
-    counts, waits for the device and compares what ranks must have alike; the backward has three at most. All ranks must
-    call it; all must want the gradients of x or none, also those of weights, and all must run the backward for the same
-    ones or none. Which rank trains its experts is its own affair. The gradients of gate_up, down and biases are those
-    of all ranks' tokens: no reduction over the group must follow. Under autocast tokens travel in its dtype.
+    A token is sent once to each rank that holds experts of it; that rank weights and adds their outputs. The sums of
+    ranks are rounded to x's dtype and added in the order of ranks. The forward has five exchanges, of which the first,
+    of counts, waits for the device and compares what ranks must have alike; the backward has three at most. All ranks
+    must call it; all must want the gradients of x or none, also those of weights, and all must run the backward for the
+    same ones or none. Which rank trains its experts is its own affair. The gradients of gate_up, down and biases are
+    those of all ranks' tokens: no reduction over the group must follow. Under autocast tokens travel in its dtype.
 
     Raises ValueError for a mesh of several dims, DTensors, and as `ops.experts` does; TypeError for another group. What
     one rank is refused, and what ranks have unlike (numbers of experts, of features, of choices, dtypes, wanted
@@ -61,7 +61,7 @@ def expert_parallel(
     with _refusals_told(group, x):
         args = ops.experts.bind((x, gate_up, down, indices, weights, gate_up_bias, down_bias), activation)
         if distributed(args):
-            raise ValueError(f"{NAME}: takes no DTensors; pass what each rank holds, as with .to_local()")
+            raise ValueError(f"{NAME}: does not take DTensors; pass each rank's local tensors, as with .to_local()")
         args = ops.experts._autocast(args)
         ops.experts.check(*args)
         facts = _facts(*args[:7])

@@ -40,15 +40,15 @@ def explain_context_parallel(
     device: torch.device | str = "cpu",
     group: Group = None,
 ) -> cost.Decision:
-    """Which mode "auto" takes for such a call, why, and what the model says of every mode; which transport moves its
-    tokens between the ranks of `group`, and why, as the call itself finds it.
+    """Which mode "auto" chooses for a call of these sizes and why, with the estimate for every mode; and which
+    transport moves its tokens between the ranks of `group`, and why.
 
     tokens: of the whole sequence; size: ranks; the other sizes are those of q and k, and dtype is theirs. mask, score,
     cu_seqlens, layout: those of the call; of tensors in them only whether they are there counts. machine: the model's
-    facts, those of `device` if None. group: as of `context_parallel_attention`, but None tells no transport; of a group
-    that serves GPUs it is that of tensors there. Nothing is run. Raises ValueError or TypeError, naming the argument,
-    for sizes below 1, kv_heads that do not divide heads, a layout of other tokens or ranks, documents that end behind
-    its tokens, a group of another size, and where no mode serves the call.
+    facts, those of `device` if None. group: as of `context_parallel_attention`, but with None no transport is named; of
+    a group that serves GPUs it is that of tensors there. Nothing is run. Raises ValueError or TypeError, naming the
+    argument, for sizes below 1, kv_heads that do not divide heads, a layout of other tokens or ranks, documents that
+    end behind its tokens, a group of another size, and where no mode serves the call.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = {"tokens": tokens, "size": size, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch}

@@ -142,7 +142,7 @@ class Cudnn:
         if q.device.type != "cuda":
             return f"q is on {q.device}, not on a CUDA device"
         if call.cu_q or call.left >= 0 or (call.right >= 0 and (call.right, call.tokens) != (0, call.keys)):
-            return "only full and square causal calls are served"
+            return "only full and square causal calls are supported"
         asked = [terms.alibi, terms.bias, terms.mask, terms.q_documents, terms.sinks]
         if terms.softcap or terms.dropout_p or any(x is not None for x in asked):
             return "softcap, dropout, sinks, ALiBi, biases, masks and documents are not served"

@@ -50,14 +50,14 @@ def vocab_parallel_cross_entropy(
     target [...] (labels 0 … V - 1) and weight [V] are the same on every rank, and so is the loss; the gradient is that
     of the rank's own slice. group: a ProcessGroup or a DeviceMesh of one dim; None: all ranks. classes: V; the ranks
     must then hold ceil(V / ranks) each and the last ones less, as `torch.chunk` gives them. Without it a slice may have
-    any size, also none, and ranks tell one another. They exchange two or three fp32 (fp64 for fp64) numbers a token.
-    The other arguments: see `cross_entropy`.
+    any size, even 0, and the ranks exchange their sizes. Per token they exchange two or three fp32 (fp64 for fp64)
+    numbers. The other arguments: see `cross_entropy`.
 
     A DTensor that is sharded by its last dim can be given to `cross_entropy` itself. Ranks compare their calls before,
     on the host: what `cross_entropy` raises TypeError or ValueError for is raised on every rank, also for a slice of
-    another size than said here, for arguments that differ and, on a CPU, for a label that is no class. RingError names
-    a rank that does not answer; NotImplementedError: a second derivative. torch.compile traces no comparison: there a
-    label that is no class and, without `classes`, slices of different sizes make NaN.
+    another size, for arguments that differ and, on a CPU, for a label that is not a class. RingError names a rank that
+    does not answer; NotImplementedError: a second derivative. torch.compile does not trace the comparison: there, a
+    label that is not a class and, without `classes`, slices of different sizes give NaN.
     """
     name = "vocab_parallel_cross_entropy"
 

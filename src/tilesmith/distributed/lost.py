@@ -20,7 +20,7 @@ _KEY = "tilesmith/lost"
 
 
 class RingError(RuntimeError):
-    """A transfer or a comparison that did not come about; the message names the rank, its peer and the step."""
+    """A transfer or a comparison between ranks that failed; the message names the rank, its peer and the step."""
 
 
 class Loss(NamedTuple):

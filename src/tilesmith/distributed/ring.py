@@ -103,11 +103,12 @@ class LocalRing:
 class ProcessGroupRing:
     """The ranks of a process group of torch.distributed (NCCL, gloo), one in this process.
 
-    timeout: seconds that a rank may keep the others waiting, also their GPUs. transport: "symmetric_memory", by which
-    GPUs of one host exchange tokens through memory that all of them map, by copy engines; "nccl" or "gloo", the group's
-    own backend; "auto": what TILESMITH_TRANSPORT says, else symmetric memory where ranks can share it, which the first
-    exchange finds out; which it is, and why, is told at INFO. head_start: microseconds for which kernels on a GPU
-    wait after NCCL's transfers are posted, so that these find multiprocessors before attention takes them all.
+    timeout: seconds that a rank may keep the others, including their GPUs, waiting. transport: "symmetric_memory", by
+    which GPUs of one host exchange tokens through memory that all of them map, by copy engines; "nccl" or "gloo", the
+    group's own backend; "auto": what TILESMITH_TRANSPORT says, else symmetric memory where ranks can share it, which
+    the first exchange finds out; the choice and its reason are logged at INFO. head_start: microseconds for which
+    kernels on a GPU wait after NCCL's transfers are posted, so that these find multiprocessors before attention takes
+    them all.
     Signatures are compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same
     ranks that is made at the first comparison.
 
@@ -147,7 +148,7 @@ class ProcessGroupRing:
 
     def transport(self, device: torch.device | None = None, need: int = 0) -> Transport:
         """What moves tokens between ranks, and why. device: of the tensors; None: a GPU, if the group serves them.
-        need: bytes of a rank in one exchange. Raises ValueError where what was asked for cannot serve."""
+        need: bytes of a rank in one exchange. Raises ValueError if the requested transport cannot be used."""
         kind = ("cuda" if self._on_gpus else "cpu") if device is None else device.type
         refused, held = self._peers.refused, self.memory_held
         return choose(self.asked, self._backend, torch.device(kind), refused=refused, held=held, need=need)
@@ -169,8 +170,8 @@ class ProcessGroupRing:
         return 0 if memory is None else memory.held
 
     def release_memory(self) -> None:
-        """Give symmetric memory back, as the end of the group does. All ranks call it; the next exchange makes it anew.
-        Raises RingError naming a rank that does not."""
+        """Free the symmetric memory, as the end of the group does. All ranks call it; the next exchange allocates it
+        again. Raises RingError naming a rank that does not."""
         alike = self._peers.memory is not None and not self._peers.broken
         if alike:
             self._gathered(None)  # nobody reads any longer what others read
@@ -373,7 +374,9 @@ def process_group(of: str, group: Any) -> dist.ProcessGroup:
         return group.get_group()
     if group is None:
         if not dist.is_initialized():
-            raise RuntimeError(f"{of}: group is None and torch.distributed is not initialised")
+            raise RuntimeError(
+                f"{of}: group is None and torch.distributed is not initialised; call init_process_group or give one"
+            )
         return dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

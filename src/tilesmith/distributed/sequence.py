@@ -17,7 +17,7 @@ IGNORED = -100  # a label that is left out
 
 
 class SharedSequence:
-    """What a `Decoder` and a training loop need to know of a sequence that ranks share.
+    """A sequence sharded over ranks, as a `Decoder` and a training loop use it.
 
         sequence = SharedSequence(tokens.shape[1], group)
         mine = sequence.shard(labels, -100)

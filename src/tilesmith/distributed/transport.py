@@ -91,14 +91,14 @@ def choose(
         if asked != own:
             raise ValueError(
                 f"{NAME}: transport {asked!r} cannot serve: the group's backend for tensors on {device.type} is {own}; "
-                f"ask for 'auto' or {own!r}, or make a group with that backend"
+                f"pass 'auto' or {own!r}, or make a group with that backend"
             )
         return Transport(own, "asked for")
     no = _no_symmetric_memory(own, device) or refused
     if not no and need > MOST:
         no = f"{need / 2**20:.4g} MiB of a rank in one exchange are more than its {MOST / 2**20:g} MiB"
     if no and asked == SYMMETRIC:
-        raise ValueError(f"{NAME}: transport {SYMMETRIC!r} cannot serve: {no}; ask for 'auto' or {own!r}")
+        raise ValueError(f"{NAME}: transport {SYMMETRIC!r} cannot serve: {no}; pass 'auto' or {own!r}")
     if no:
         return Transport(own, f"the group's backend; no symmetric memory: {no}")
     why = "asked for; " if asked == SYMMETRIC else ""

@@ -55,8 +55,8 @@ def floating(op: str, name: str, x: Tensor) -> None:
     """TypeError unless x has one of `FLOATS`."""
     if x.dtype not in FLOATS:
         raise TypeError(
-            f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served: cast it, as "
-            "with .float()"
+            f"{op}: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are supported: cast it, for "
+            "example with .float()"
         )
 
 
@@ -71,7 +71,7 @@ def alike(op: str, first: str, x: Tensor, name: str, y: Tensor) -> None:
     floating(op, first, x)
     floating(op, name, y)
     if y.dtype != x.dtype:
-        raise TypeError(f"{op}: {name} has dtype {y.dtype}, {first} has {x.dtype}; they must agree")
+        raise TypeError(f"{op}: {name} has dtype {y.dtype}, {first} has {x.dtype}; they must match: cast one of them")
     one_device(op, name, y, first, x)
 
 
@@ -83,7 +83,7 @@ def shaped(op: str, name: str, x: Any, *shapes: tuple[int, ...], device: torch.d
     if all(tuple(x.shape) != shape for shape in shapes):
         raise ValueError(f"{op}: {name} must be {' or '.join(str(list(s)) for s in shapes)}, got {list(x.shape)}")
     if device is not None and x.device != device:
-        raise ValueError(f"{op}: {name} is on {x.device}; it must be on {device}, as the other tensors")
+        raise ValueError(f"{op}: {name} is on {x.device}; it must be on {device}, like the other tensors")
 
 
 def readable(x: Tensor) -> bool:
@@ -100,13 +100,13 @@ def packed(name: str, x: Tensor, tokens: int | None = None) -> None:
     values = x.tolist()
     if values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ValueError(
-            f"{name} holds {values[:8]}; it must ascend from 0: the start of each document and the end of the last, "
-            "make it of a 0 and lengths.cumsum(0)"
+            f"{name} holds {values[:8]}; it must ascend from 0: the start of each document, then the end of the "
+            "last; make it of a 0 and lengths.cumsum(0)"
         )
     if tokens is not None and values[-1] > tokens:
         raise ValueError(
             f"{name} ends at {values[-1]}; there are {tokens} tokens, and it must end at {tokens} or before: give the "
-            "starts of the documents of this row"
+            "document boundaries of this row"
         )
 
 
@@ -152,7 +152,7 @@ def probability(op: str, name: str, p: Any) -> float:
     if type(p) is not float and (isinstance(p, bool) or not isinstance(p, numbers.Real | torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number in [0, 1), got {_came(p)}")
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"{op}: {name} must be in [0, 1), got {p}; give the share that is dropped")
+        raise ValueError(f"{op}: {name} must be in [0, 1), got {p}; give the fraction to drop")
     return float(p)
 
 
@@ -168,7 +168,7 @@ def flag(op: str, name: str, value: Any) -> bool:
 def divides(op: str, name: str, value: int, whole_name: str, whole: int) -> None:
     """ValueError unless value, a number of heads or groups, divides whole."""
     if whole % value:
-        raise ValueError(f"{op}: {name} is {value}, which does not divide {whole_name}, {whole}; take a divisor")
+        raise ValueError(f"{op}: {name} is {value}, which does not divide {whole_name}, {whole}; choose a divisor")
 
 
 def located(op: str, name: str, value: Any) -> torch.device:
@@ -186,13 +186,15 @@ def present(op: str, name: str, value: Any, *, meta: bool = False) -> torch.devi
     device = located(op, name, value)
     if device.type == "meta":
         if not meta:
-            raise ValueError(f"{op}: {name} is meta, where tensors have no values; give a device that computes")
+            raise ValueError(
+                f"{op}: {name} is meta, where tensors have no values; give a real one, such as 'cpu' or 'cuda'"
+            )
         return device
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as problem:
         known = ", ".join(str(d) for kind in detect_available_devices().values() for d in kind)
-        raise ValueError(f"{op}: {name} is {device}, which is not here; there are {known}") from problem
+        raise ValueError(f"{op}: {name} is {device}, which is not available; there are {known}") from problem
     return device
 
 

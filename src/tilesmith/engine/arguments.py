@@ -76,13 +76,13 @@ def checked(
                 if isinstance(e, int) and not -(2**63) <= e < 2**63:
                     raise ValueError(f"{name}: {n} is {a}; it must fit in 64 bits")
                 if isinstance(e, float) and e != e:
-                    raise ValueError(f"{name}: {n} is {a}; it must hold no NaN")
+                    raise ValueError(f"{name}: {n} is {a}; it must not contain NaN")
         if check is not None:
             check(*args)
         for i in constant:
             if isinstance(args[i], Tensor) and args[i].requires_grad and torch.is_grad_enabled():
                 n = kinds[i][0]
-                raise ValueError(f"{name}: {n} requires a gradient and receives none; pass {n}.detach()")
+                raise ValueError(f"{name}: {n} requires a gradient but would receive none; pass {n}.detach()")
 
     return checks
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from tilesmith import _install
 from tilesmith.engine import releases
 from tilesmith.hardware.detect import Arch
 
@@ -88,7 +89,7 @@ def missing(backend: str, device: torch.device | Arch, pinned: bool = False) -> 
 def triton_missing() -> str | None:
     """Why Triton cannot be used in this process, or None. Does not import it."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton, or a torch build that includes it)"
+        return f"Triton is not installed: {_install.triton()}"
     return None
 
 

@@ -112,7 +112,7 @@ def use(**backends: str) -> Iterator[None]:
     """Pin ops to backends inside the `with`: `with use(rms_norm="triton"): ...`.
 
     The pin holds for calls made inside, their backward included wherever it runs, if the backward op has that backend;
-    a pin of `<op>_vjp` around the backward goes before it. A pinned kernel that rejects a call raises
+    a pin of `<op>_vjp` around the backward takes precedence. A pinned kernel that rejects a call raises
     NotImplementedError with its reasons. "triton:block_m=64:block_n=32" pins fields of the kernel's configuration too
     (and fields that end in _block_m, where it configures several launches); a call raises ValueError where they do not
     fit the device.
@@ -195,10 +195,7 @@ def _because(kernel: Kernel, rejected: list[tuple[str, tuple[str, ...]]], device
     """Why this kernel. Of a GPU that is not here nothing is claimed where its kernels cannot even be asked."""
     unasked = not isinstance(device, torch.device) and triton_missing()
     if unasked and any(unasked in reasons for _, reasons in rejected):
-        return (
-            f"not what {device.name} would choose: without Triton its kernels cannot be asked; "
-            f"{_install.command('interpreter')}"
-        )
+        return f"not what {device.name} would choose: without Triton its kernels cannot be asked; {_install.triton()}"
     return f"rank {kernel.rank}, the highest that accepts"
 
 

@@ -38,12 +38,12 @@ def explain(
     gradient: bool = False,
     **kwargs: Any,
 ) -> Choice | str:
-    """Why a call is served as it is: `explain("rms_norm", x, weight)`; without arguments, the op's kernels.
+    """Which kernel serves a call and why: `explain("rms_norm", x, weight)`; with a name alone, the op's kernels.
 
     op: a name, or the op itself, such as `tilesmith.ops.rms_norm`. The other arguments are those of the call, which is
-    not made. compiled: as under torch.compile. arch: as on a GPU of that architecture, "sm90" of `hardware/arch.toml`,
-    which need not be here; the tensors may lie on any device, or on "meta" without memory. gradient: of the call's
-    gradient.
+    not made. compiled: as under torch.compile. arch: as on a GPU of that architecture, such as "sm90" (the names are in
+    `hardware/arch.toml`); this machine need not have one, and the tensors may be on any device, or on "meta" without
+    memory. gradient: explain the call's gradient instead.
 
     Raises ValueError for an unknown name or arch, TypeError for something that is not an op.
     """

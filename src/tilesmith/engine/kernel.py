@@ -105,14 +105,14 @@ def optimize_kernel(
     """Give a kernel its configuration: pinned (`num_warps`, `num_stages`) or looked up in a `space`.
 
     The decorated function receives it as the keyword `config` if its signature has one: a mapping of the pinned values,
-    or the configuration type of the space. One with a space may have a keyword `hidden`, too: it is False where nobody
-    will see the outputs that exist for a gradient, which may be None then. With `debug=True` (or TILESMITH_DEBUG=1) the
-    device is synchronised after each launch and a FloatingPointError names the output that holds a NaN no input holds.
-    Works above or below `register_kernel`.
+    or the configuration type of the space. One with a space may also have a keyword `hidden`: it is False if the
+    outputs that exist only for a gradient are not needed, which may then be None. With `debug=True` (or
+    TILESMITH_DEBUG=1) the device is synchronised after each launch and a FloatingPointError names the output that holds
+    a NaN no input holds. Works above or below `register_kernel`.
 
-    Raises TypeError when a space is given together with pinned values, and for what `triton.jit` made, whose launches
-    the decorated function is to do; ValueError for values below 1 and for a num_warps that is no power of two. Warns of
-    pinned values that the function has no `config` for.
+    Raises TypeError when a space is given together with pinned values, and for a kernel made by `triton.jit`: decorate
+    the function that launches it. Raises ValueError for values below 1 and for a num_warps that is not a power of two.
+    Warns if values are pinned and the function has no parameter `config`.
     """
     flag("optimize_kernel", "debug", debug)
     pinned = {k: v for k, v in (("num_warps", num_warps), ("num_stages", num_stages)) if v is not None}

@@ -30,22 +30,22 @@ class MemoryConfig:
     """Bounds, in GB of 10^9 bytes, for each call of `linear_cross_entropy`, `memory_efficient_linear` and
     `memory_efficient_attention` made inside `with MemoryConfig(target_memory_gb=4): ...`.
 
-    A call's need is what it and its backward together allocate at their peak beyond its inputs: outputs, gradients
-    (an incoming one of the output's size included), what is saved, and the chunk; on an accelerator 0.134 GB for the
-    workspaces of the matrix library as well. It follows from the shapes, so nothing is measured and nothing waits.
+    A call's need is the peak memory that it and its backward allocate beyond its inputs: outputs, gradients (including
+    an incoming one of the output's size), saved tensors and the chunk; on an accelerator also 0.134 GB for the
+    workspaces of the matrix library. It follows from the shapes: nothing is measured and the device is not waited for.
 
     max_memory_gb: the limit; target_memory_gb if None. `ops.memory.rows_in_budget` raises ValueError with the numbers
         when even chunks of 128 rows need more.
-    min_memory_gb: what a call is expected to need at the least. `ops.memory.rows_in_budget` raises ValueError with the
-        numbers when the call needs less even in one piece, which says that these bounds were made for another size.
-    target_memory_gb: `ops.memory.rows_in_budget` takes the largest chunks with which the need stays at or below it, so
-        a larger target means fewer chunks; where chunks of 128 rows need more, these are taken, up to the limit.
+    min_memory_gb: the least that a call is expected to need. `ops.memory.rows_in_budget` raises ValueError with the
+        numbers when the call needs less even in one piece, since these bounds were then made for another size.
+    target_memory_gb: `ops.memory.rows_in_budget` takes the largest chunks with which the need stays at or below it,
+        so a larger target means fewer chunks; where chunks of 128 rows need more, these are taken, up to the limit.
         max_memory_gb if None; if both are None nothing is bounded.
 
     A call that names its own chunk (`chunk_tokens`, `chunk_rows`) is left alone. The innermost `with` counts. A
     backward runs with the chunks of its forward; torch.compile keeps those of its trace.
 
-    Raises ValueError for more than a million GB, which were meant in bytes, and unless 0 <= min_memory_gb <=
+    Raises ValueError for more than a million GB, which are probably bytes, and unless 0 <= min_memory_gb <=
     target_memory_gb <= max_memory_gb and the target is positive.
     """
 
@@ -76,12 +76,12 @@ class MemoryConfig:
 
     @property
     def target(self) -> float:
-        """target_memory_gb, or what stands in for it."""
+        """target_memory_gb, or max_memory_gb if that is None."""
         return self.limit if self.target_memory_gb is None else self.target_memory_gb
 
     @property
     def limit(self) -> float:
-        """max_memory_gb, or what stands in for it."""
+        """max_memory_gb, or target_memory_gb if that is None."""
         if self.max_memory_gb is not None:
             return self.max_memory_gb
         return math.inf if self.target_memory_gb is None else self.target_memory_gb

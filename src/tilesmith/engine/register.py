@@ -29,22 +29,24 @@ def register_kernel(
 ) -> Callable[[Function], Function]:
     """Register the decorated function as a kernel of the op `name`; returns the function unchanged.
 
-    A known name adds a kernel: its parameters and returns must have the types of the op's reference, else TypeError
-    names both. An unknown name declares a new op with the function as its reference (gradients by autograd through
-    it); with arguments that describe a kernel (backend, rejects, errors, tells, eps, plans) it is a ValueError. A
-    function that torch cannot type, or that takes no tensor, is kept as a plain callable, found by name and shown by
-    `explain`, without dispatch; a UserWarning says so where its parameters or its result lack annotations.
+    With the name of an existing op this adds a kernel to it: its parameters and results must have the types of the op's
+    reference, else TypeError names both. An unknown name declares a new op with the function as its reference
+    (gradients by autograd through it); arguments that describe a kernel (backend, rejects, errors, tells, eps, plans)
+    then raise ValueError. A function that torch cannot type, or that takes no tensor, is kept as a plain callable,
+    found by name and shown by `explain`, without dispatch; a UserWarning says so if its parameters or its result lack
+    annotations.
 
-    backend: a name for this way of doing it; "custom" if None. rank: higher is tried first, unique per op.
+    backend: a name for this implementation; "custom" if None. rank: the kernel of the highest rank is tried first;
+    unique per op.
     rejects: call metadata -> list of sentences; an empty list accepts. errors: output -> the error, beyond rounding,
     that the method of this kernel may have; tests and `tilesmith verify` allow that much more. tells: the op's
-    arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`; the configuration that the
-    call would have is its keyword `config`, if its signature has one. eps: call metadata -> output -> the eps of the
+    arguments, fake tensors too -> sentences on how this kernel serves them, for `explain`; it receives the call's
+    configuration as the keyword `config`, if its signature has one. eps: call metadata -> output -> the eps of the
     format in which the hardware keeps its sums, where that is coarser than the output's dtype: tests and `tilesmith
     verify` allow rounding of that size in place of the dtype's. plans: in place of tells, the same arguments -> the
     plan of the call. Its `lines()` are the sentences, and the `kernel` of each of its `steps` is the name of a device
     kernel (`engine.trial`). `plans=rehearsed`, of `tilesmith.engine`, makes plans of what the function itself launches,
-    by a run on tensors without memory; tells may be given beside it, and `optimize_kernel` stands below it.
+    by a run on tensors without memory. tells may then be given as well, and `optimize_kernel` must be below it.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")

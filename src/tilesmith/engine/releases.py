@@ -89,4 +89,4 @@ def release_status(version: str | None) -> str:
     if version is None:
         return "Triton is not installed"
     known = str(row) if row is not None else f"Triton {version}: not tested"
-    return known if tested(version) else f"{known}; each Gluon kernel is tried once before it is served"
+    return known if tested(version) else f"{known}; each Gluon kernel is tried once before it is used"

@@ -39,7 +39,7 @@ def call(op: Any, args: tuple) -> Any:
     if op.draw is not None:
         args = op.draw(args)
     if op.sharding is None:
-        raise ValueError(f"{op.name}: takes no DTensors; call it on what each rank holds, x.to_local()")
+        raise ValueError(f"{op.name}: does not take DTensors; call it on each rank's local tensor, x.to_local()")
     return spread(op, args, op.sharding) if isinstance(op.sharding, str) else op.sharding(op, args)
 
 
@@ -254,7 +254,7 @@ class Layout:
             if placement is None or placement.is_replicate() or placement.is_partial():
                 continue
             if not isinstance(placement, Shard) or isinstance(placement, _StridedShard) or self.tokens[i].mark == "@":
-                raise ValueError(f"{self.name}: {self.names[i]} is placed by {placement}, which is not served")
+                raise ValueError(f"{self.name}: {self.names[i]} is placed by {placement}, which is not supported")
             dim = placement.dim
             label = self.tokens[i].labels(a.ndim)[dim]
             if _whole(label) or (a.shape[dim] == 1 and self.sizes[label] != {1}):

@@ -18,8 +18,8 @@ _UNLIMITED = 2**60  # version 1 writes a number that no machine reaches
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes. total: what the device, or the container on a CPU, has. available: what torch's allocator can still hand
-    out to this process, with what it has cached. source: who said so."""
+    """Bytes. total: what the device, or the container on a CPU, has. available: what torch's allocator can still give
+    to this process, including what it has cached. source: where the numbers come from."""
 
     total: int
     available: int
@@ -27,7 +27,7 @@ class Capacity:
 
 
 def capacity_of(device: torch.device | str) -> Capacity:
-    """The memory of a device now. Raises ValueError for a type of device that does not tell."""
+    """The memory of a device now. Raises ValueError for a type of device that does not report it."""
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -43,7 +43,7 @@ def capacity_of(device: torch.device | str) -> Capacity:
         return Capacity(total, max(0, total - torch.mps.current_allocated_memory()), "Metal's recommended working set")
     if device.type == "cpu":
         return _of_host()
-    raise ValueError(f"capacity_of: a {device.type} device does not tell its memory; cuda, xpu, mps and cpu do")
+    raise ValueError(f"capacity_of: a {device.type} device does not report its memory; cuda, xpu, mps and cpu do")
 
 
 def _of_host() -> Capacity:

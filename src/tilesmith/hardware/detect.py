@@ -18,7 +18,7 @@ from tilesmith.hardware.facts import Facts, facts, nearest, table
 
 @dataclass(frozen=True, eq=False)
 class Arch:
-    """Facts about one device, in bytes and bytes per second; 0 where nobody says.
+    """Facts about one device, in bytes and bytes per second; 0 if unknown.
 
     There is one object a device, compared by identity, so that it is a cheap part of a key.
 
@@ -80,7 +80,8 @@ def arch_of(device: torch.device | str) -> Arch:
 
 @lru_cache(maxsize=64)
 def arch_named(name: str) -> Arch:
-    """The Arch of `name` from the table alone, for a machine that does not have it. Raises ValueError if unknown."""
+    """The Arch of `name` from the table alone, for a device that this machine does not have. Raises ValueError for an
+    unknown name."""
     row = facts(name)
     if row is None:
         known = ", ".join(dict.fromkeys(row.arch for row in table()))

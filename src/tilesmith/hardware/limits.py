@@ -9,7 +9,7 @@ from tilesmith.hardware.facts import facts
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one workgroup: bytes of shared memory, threads in all, threads along x, y and z."""
+    """Limits of one workgroup: bytes of shared memory, total threads, threads along x, y and z."""
 
     backend: str
     shared_memory: int

@@ -37,7 +37,7 @@ class TilesmithCallback(TrainerCallback):
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise TypeError(
-                f"TilesmithCallback: there is no option {', '.join(unknown)}; there are {', '.join(OPTIONS)} and undo"
+                f"TilesmithCallback: unknown option {', '.join(unknown)}; pass {', '.join(OPTIONS)} or undo"
             )
         self.undo, self.options = undo, options
 

@@ -100,12 +100,12 @@ def optimize(
     """Make the modules of `model` compute through `tilesmith.ops` where they provably compute the same.
 
     Each module is recognised by what its class computes on small inputs, not by its name. It is replaced in place, as
-    an instance: parameters stay the same objects in the same order, `state_dict` keys stay, and so an optimizer made
-    before goes on working. Nothing outside the model changes.
+    an instance: parameters stay the same objects in the same order and `state_dict` keys stay, so an existing optimizer
+    keeps working. Nothing outside the model changes.
 
     Args:
         model: any module; a transformers model gets attention and loss too. It may be wrapped (PEFT) already.
-        strict: raise `RewriteError` when a module that a rule is for cannot be replaced, and leave the model as it was.
+        strict: raise `RewriteError` if a rule applies to a module but cannot replace it, and leave the model as it was.
         only: the rules to use, of norm, add_norm, rope, latent, mlp, experts, router, activation, attention, selection,
             lora, loss, bias and functional (which replaces nothing: it reports calls of PyTorch's functions). All if
             None, but bias only with `graphs`: otherwise launch overhead outweighs the gain.
@@ -121,13 +121,14 @@ def optimize(
 
     Returns:
         `model` itself. ``print(model.tilesmith_report)`` says what was gained, what that means on the model's device,
-        what could not be replaced and why, and how often each op has run since; ``.full()`` has every module. `undo`
-        takes everything back, also in a copy or an unpickled model.
+        what could not be replaced and why, and how often each op has run since; ``.full()`` lists every module. `undo`
+        reverts everything, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module, `strict` or `graphs` no bool. ValueError: `only` names no rule; `exclude`
-        names neither a rule nor a module, or has a pattern that matches none; `compile` is something else; no block
-        repeats for `compile` or `graphs`; `fit_sequence` came first. RewriteError: see `strict`.
+        TypeError: `model` is not a module, or `strict` or `graphs` is not a bool. ValueError: `only` names an unknown
+        rule; `exclude` names neither a rule nor a module, or has a pattern that matches none; `compile` is neither None
+        nor "between"; no block repeats for `compile` or `graphs`; `fit_sequence` was called first. RewriteError: see
+        `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -217,7 +218,7 @@ def report(model: nn.Module) -> rewrite.Report:
 
 
 def undo(model: Model) -> Model:
-    """Give `model` back the forward of every module that `optimize` replaced, exactly, and what `fit_sequence` changed.
+    """Restore the original forward of every module that `optimize` replaced, and revert what `fit_sequence` changed.
 
     Returns `model`.
     """

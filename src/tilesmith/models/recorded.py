@@ -294,12 +294,12 @@ class Recorded:
         if ticket.spoiled or self.ticket is not ticket:
             raise RuntimeError(
                 "optimize(graphs=True): the activations of this forward were overwritten by a later replay before its "
-                "backward; run each backward once, before the next forward, or leave graphs=True away"
+                "backward; run each backward once, before the next forward, or leave out graphs=True"
             )
         if any(place < ticket.served and watched(known.tensor()) for place, known in ticket.between):
             raise RuntimeError(
                 "optimize(graphs=True): what a block hands to the next got a hook, or retain_grad, after both had run "
-                "as one; ask for it before the next block runs, or leave graphs=True away"
+                "as one; ask for it before the next block runs, or leave out graphs=True"
             )
         ticket.done = True
         for number, other in self.memory.waiting.items():

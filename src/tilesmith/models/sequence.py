@@ -70,29 +70,29 @@ class Sharding:
 def shard_sequence(
     model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | Ring, *, mode: str = "auto", gradients: str = "mean"
 ) -> nn.Module:
-    """Let the ranks of `mesh` share each sequence of a transformers model, in place; returns the model.
+    """Shard each sequence of a transformers model over the ranks of `mesh`, in place; returns the model.
 
         tilesmith.shard_sequence(model, mesh["cp"])
         loss = model(input_ids=ids, labels=labels).loss  # the same whole batch on every rank of the mesh
 
-    Every rank gives whole batches; the model computes this rank's tokens: `input_ids` or `inputs_embeds`,
+    Every rank passes whole batches; the model computes this rank's tokens: `input_ids` or `inputs_embeds`,
     `position_ids`, `labels` and `attention_mask` [B, S] are sharded before its first layer, and its attention becomes
-    `context_parallel_attention` (`mode` is that function's). Tokens lie in zigzag, those of packed documents by their
-    work. A row is packed where `cu_seq_lens_q` says so or `position_ids` begin again. Causality, windows, soft caps and
-    sinks are the model's own; padding is not attended.
+    `context_parallel_attention` (`mode` is that function's). Tokens are laid out in zigzag order; those of packed
+    documents are balanced by work. A row counts as packed if `cu_seq_lens_q` says so or its `position_ids` start again.
+    Causality, windows, soft caps and sinks are the model's own; padding is not attended.
 
     The loss is the mean over the labels of the whole batch, the same number on all ranks; `logits` and hidden states
     are of this rank's tokens (`model_sharding(model).batch.layout`), outputs of poolers are None. gradients: "mean":
     the mean over the ranks of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP)
     take it; "sum": their sum.
-    What a model adds to its loss beside the labels' is added as each rank has it.
+    Other terms that a model adds to its loss are added as each rank computes them.
 
-    The model is run on a few tokens to see whether it takes positions and shifted labels as they are given. One that
-    numbers positions in its own way (RoBERTa; OPT behind padding) needs `position_ids`.
+    The model is run on a few tokens to check that it uses positions and shifted labels as given. A model that numbers
+    positions in its own way (RoBERTa; OPT after padding) needs `position_ids`.
 
-    Raises ValueError for models whose layers see other tokens than through attention (linear attention, convolutions),
-    whose angles depend on the length, whose attention does not go through transformers' interface, which are not told
-    positions, or have no weights yet; at a call for caches, dense masks, labels of a loss that takes no shifted ones,
+    Raises ValueError for models whose layers mix tokens other than through attention (linear attention, convolutions),
+    whose angles depend on the length, whose attention does not use transformers' interface, which take no positions, or
+    which have no weights yet; at a call for caches, dense masks, labels of a loss that does not accept shifted ones,
     tensors that are not sharded (`token_type_ids`, images), `logits_to_keep`, and where all outputs are pooled. A call
     that is refused on one rank, or has other arguments or shapes there, is refused on all.
     """
@@ -134,7 +134,7 @@ def shard_sequence(
 
 
 def model_sharding(model: nn.Module) -> Sharding | None:
-    """What `shard_sequence` made of a model; None if nothing."""
+    """The sharding that `shard_sequence` gave a model; None if it was not sharded."""
     return model.__dict__.get("_tilesmith_sharding")
 
 
@@ -259,7 +259,7 @@ def _refuse_call(named: dict[str, Any]) -> None:
     known = (*_BY_TOKEN, *_OF_PACKING, "num_items_in_batch")
     other = next((n for n, x in named.items() if isinstance(x, Tensor) and n not in known), None)
     if other is not None:
-        raise ValueError(f"shard_sequence: {other} is given; of tensors only {', '.join(known)} are served")
+        raise ValueError(f"shard_sequence: {other} is given; of tensors only {', '.join(known)} are supported")
     if named.get("logits_to_keep"):
         raise ValueError("shard_sequence: logits_to_keep would be of each rank's own last tokens; leave it out")
     if named.get("return_dict") is False:
@@ -381,7 +381,7 @@ def _refuse_model(model: nn.Module) -> None:
     if convolution is not None:
         raise ValueError(f"shard_sequence: {convolution} is a convolution over tokens, which is not sharded")
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError("shard_sequence: models of encoder and decoder are not served")
+        raise ValueError("shard_sequence: encoder-decoder models are not supported")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {each.get("rope_type") for each in rope.values() if isinstance(each, dict)}
     if kinds & _LENGTH_DEPENDENT:

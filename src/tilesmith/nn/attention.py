@@ -27,11 +27,13 @@ class SharedSequence(Protocol):
 class Attention(nn.Module):
     """Causal multi-head self-attention: projections, optional norms of queries and keys, RoPE, `ops.attention`.
 
-    num_kv_heads: heads of keys and values, which groups of query heads share; num_heads if None. head_dim:
-    hidden_size / num_heads if None. qk_norm: an RMSNorm over each head of q and k, before RoPE. window: keys before its
-    own that a query sees, all if None. softcap: c > 0 bends scores to c tanh(score / c). scale: factor of the scores,
-    1 / sqrt(head_dim) if None. dropout: probability to drop an attention weight in training, without a cache. Raises
-    ValueError where the heads do not divide.
+    num_kv_heads: heads of keys and values, each shared by a group of query heads; num_heads if None. head_dim:
+    hidden_size / num_heads if None. qk_norm: an RMSNorm over each head of q and k, before RoPE. window: how many keys
+    before its own a query sees, all if None. softcap: c > 0 caps scores as c tanh(score / c). scale: factor of the
+    scores, 1 / sqrt(head_dim) if None. dropout: probability of dropping an attention weight in training, without a
+    cache.
+    Raises ValueError if num_kv_heads does not divide num_heads or, without head_dim, num_heads does not divide
+    hidden_size.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Attention(nn.Module):
             if hidden_size % num_heads:
                 raise ValueError(
                     f"Attention: num_heads is {num_heads}, which does not divide hidden_size, {hidden_size}; "
-                    "take a divisor, or give head_dim"
+                    "choose a divisor, or give head_dim"
                 )
             head_dim = hidden_size // num_heads
         self.hidden_size = hidden_size
@@ -94,10 +96,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [B, T, C] to [B, T, C].
 
-        cu_seqlens: [N + 1] int32: B is 1 and the row holds N documents, which do not see each other. cache: x are the
-        next tokens of its rows, whose keys and values go to `layer` of it (without gradients); cache.lengths is not
-        advanced. sequence: x are those of a sequence's tokens that this rank holds, and it attends for all of them;
-        it excludes the other two.
+        cu_seqlens: [N + 1] int32: B is 1 and the row holds N documents, which do not see each other. cache: x holds the
+        next tokens of its rows; their keys and values are written to its layer `layer`, without gradients, and
+        cache.lengths is not advanced. sequence: x holds this rank's tokens of a sharded sequence, which attend to the
+        whole sequence; it cannot be combined with the other two.
         """
         tensor("Attention", "x", x)
         if x.ndim != 3 or x.shape[2] != self.hidden_size:
@@ -111,7 +113,7 @@ class Attention(nn.Module):
                 "Attention: cu_seqlens and cache exclude each other: rows of a cache are one document each"
             )
         if sequence is not None and not (cu_seqlens is None and cache is None):
-            raise ValueError("Attention: sequence excludes cu_seqlens, which it has of its own, and cache")
+            raise ValueError("Attention: sequence cannot be combined with cu_seqlens (it has its own) or with cache")
         q, k, v = self._heads(x)
         if sequence is not None:
             q, k = rotary(q, k, positions=sequence.positions)

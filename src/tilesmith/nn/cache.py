@@ -16,7 +16,7 @@ class KVCache:
 
     keys, values: [layers, B, G, S, D]. lengths: [B] int32, tokens that every layer holds of each row. All are changed
     in place and keep their addresses, so that a CUDA graph can be replayed over them. A token for which no slot is left
-    is dropped without a word, since asking would wait for the device: `generate` refuses such calls up front.
+    is dropped silently, since checking would wait for the device; `generate` refuses such calls up front.
     """
 
     keys: Tensor
@@ -35,7 +35,7 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> KVCache:
-        """A cache that holds nothing. Slots are not initialised: what lengths says is not there is never read."""
+        """An empty cache. Its slots are not initialised; slots beyond lengths are never read."""
         sizes = {"num_layers": num_layers, "batch": batch, "num_kv_heads": num_kv_heads, "slots": slots}
         for name, value in {**sizes, "head_dim": head_dim}.items():
             size("KVCache", name, value, 0)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Sizes and dropout rates that models share; `decoder_config` makes of them what `nn.Decoder` is built from.
+    """Sizes and dropout rates that models share; `decoder_config` turns them into the configuration of an `nn.Decoder`.
 
     max_sequence_length: positions that `nn.RotaryEmbedding` has tables for and slots of `Decoder.new_cache`;
         `Decoder.forward` raises ValueError for a longer sequence.
@@ -40,7 +40,7 @@ class KernelConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"KernelConfig: num_attention_heads is {self.num_attention_heads}, which does not divide hidden_size, "
-                f"{self.hidden_size}; take a divisor"
+                f"{self.hidden_size}; choose a divisor"
             )
         for name in ("attention_dropout_prob", "hidden_dropout_prob"):
             probability("KernelConfig", name, getattr(self, name))

@@ -33,11 +33,11 @@ def cross_entropy_output(
     reduction: str = "mean",
     token_scaling: bool = False,
 ) -> CrossEntropyOutput:
-    """`ops.cross_entropy` of logits [..., V] and labels [...], and what belongs to it, of one pass over the logits.
+    """`ops.cross_entropy` of logits [..., V] and labels [...], its z term, accuracy and predictions, in one pass.
 
     reduction: "mean" over the counted tokens, "sum", or "none" for one of each by token. token_scaling: each token's
     cross-entropy and z term are multiplied by the probability of its label, which receives no gradient. The other
-    arguments, and what raises: see `ops.cross_entropy`; label smoothing and class weights are for that op alone.
+    arguments, and what raises: see `ops.cross_entropy`; it alone has label smoothing and class weights.
     """
     _check("cross_entropy_output", z_loss, reduction, token_scaling)
     stats = ops.token_stats(logits, target, ignore_index, scale, softcap)
@@ -58,10 +58,10 @@ def linear_cross_entropy_output(
     reduction: str = "mean",
     token_scaling: bool = False,
 ) -> CrossEntropyOutput:
-    """`cross_entropy_output` of x · weightᵀ + bias, whose logits are never whole in memory.
+    """`cross_entropy_output` of x · weightᵀ + bias, without storing all logits.
 
-    x: [..., K]. weight: [V, K]. target: [...]. bias: [V]. A training step takes four products of the logits' size, of
-    which one makes the logits again, where `ops.linear_cross_entropy` takes three.
+    x: [..., K]. weight: [V, K]. target: [...]. bias: [V]. A training step takes four products of the logits' size, one
+    of them to recompute the logits; `ops.linear_cross_entropy` takes three.
     """
     _check("linear_cross_entropy_output", z_loss, reduction, token_scaling)
     stats = ops.linear_token_stats(x, weight, target, bias, ignore_index, scale, softcap)

@@ -30,19 +30,18 @@ from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and options of a `Decoder`; what they mean is said where they are used: `Attention`, `GatedMLP`, `RMSNorm`,
+    """Sizes and options of a `Decoder`; the classes that use them explain them: `Attention`, `GatedMLP`, `RMSNorm`,
     `RotaryEmbedding`.
 
-    rotary_dim: rotated features of a head, all if None. logit_softcap: c > 0 bends logits to c tanh(logit / c).
+    rotary_dim: rotated features of a head, all if None. logit_softcap: c > 0 caps logits as c tanh(logit / c).
     tie_embeddings: the output projection is the embedding matrix. init_std: deviation of the initial weights.
     hidden_dropout: probability to drop an element of what a layer adds to the residual stream, in training.
-    num_experts: above 0, blocks from `dense_layers` on have a `MixtureOfExperts` in the place of the MLP, each expert
-    `expert_size` wide inside (None: intermediate_size), `experts_per_token` of them for a token, and `shared_size` as
-    there. router_balance, router_z: factors of the means over these layers of the load-balancing loss and the z-loss
-    (`ops.router_losses`), which are added to the loss in training.
+    num_experts: above 0, blocks from `dense_layers` on have a `MixtureOfExperts` in place of the MLP. Each expert has
+    an inner width of `expert_size` (None: intermediate_size), each token uses `experts_per_token` of them; for
+    `shared_size` see there. router_balance, router_z: factors of the means over these layers of the load-balancing loss
+    and the z-loss (`ops.router_losses`), which are added to the loss in training.
 
-    Raises TypeError and ValueError, by the name of the field, for what a field cannot be and for fields that do not fit
-    together.
+    Raises TypeError and ValueError, naming the field, for invalid values and for fields that contradict each other.
     """
 
     vocab_size: int
@@ -131,7 +130,7 @@ class DecoderConfig:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
                     f"DecoderConfig: num_heads is {self.num_heads}, which does not divide hidden_size, "
-                    f"{self.hidden_size}; take a divisor, or give head_dim"
+                    f"{self.hidden_size}; choose a divisor, or give head_dim"
                 )
             head_dim = self.hidden_size // self.num_heads
         rotary_dim = self.rotary_dim or head_dim
@@ -204,8 +203,8 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm and output projection.
 
-    The state dict has the keys of a Hugging Face Llama without their "model." in front; where the output projection is
-    tied it has none of its own.
+    The state dict has the keys of a Hugging Face Llama without the prefix "model."; a tied output projection has no key
+    of its own.
     """
 
     def __init__(
@@ -302,12 +301,16 @@ class Decoder(nn.Module):
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
         if cache is not None and cache.lengths.shape[0] != tokens.shape[0]:
-            raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {cache.lengths.shape[0]}")
+            rows = cache.lengths.shape[0]
+            raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {rows}; make a cache of as many rows")
         limit = self.config.max_positions
         if sequence is not None and int(sequence.positions.max()) >= limit:
-            raise ValueError(f"sequence has position {int(sequence.positions.max())}; max_positions is {limit}")
+            last = int(sequence.positions.max())
+            raise ValueError(f"Decoder: sequence has position {last}; max_positions is {limit}: use a shorter one")
         if cu_seqlens is None and tokens.shape[1] > limit:
-            raise ValueError(f"tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}")
+            raise ValueError(
+                f"Decoder: tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}: pass fewer tokens"
+            )
         if self.rotary.cos.is_meta and not tokens.is_meta:  # load_state_dict(assign=True) brings no tables
             self.rotary.to_empty(device=tokens.device)
         x, residual = self.embed_tokens(tokens), None
@@ -320,7 +323,7 @@ class Decoder(nn.Module):
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     def logits(self, x: Tensor) -> Tensor:
-        """The output projection of hidden states [..., C], bent by `logit_softcap`."""
+        """Logits of hidden states [..., C], capped by `logit_softcap`."""
         logits = ops.linear(x, self.output_weight)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
@@ -338,7 +341,9 @@ class Decoder(nn.Module):
         weight, config = self.embed_tokens.weight, self.config
         slots = config.max_positions if slots is None else size("new_cache", "slots", slots, 0)
         if slots > config.max_positions:
-            raise ValueError(f"slots is {slots}; the decoder has {config.max_positions} positions")
+            raise ValueError(
+                f"new_cache: slots is {slots}; the decoder has {config.max_positions} positions: give that many at most"
+            )
         return KVCache.empty(
             config.num_layers,
             batch,

@@ -206,8 +206,8 @@ class FusedLinearKLDivLoss(nn.Module):
     """KL(target ‖ student) of given probabilities, from the student's hidden states; "none" has no fused form.
 
     reduction: "sum"; "batchmean" divides by the tokens that count (1 at least), "mean" by V times that. eps: accepted
-    for callers of Liger's class, without effect: where the target's probability is 0, so is the term. accum_dtype: as
-    in `FusedLinearJSD`.
+    for compatibility with Liger's class, without effect: where the target's probability is 0, so is the term.
+    accum_dtype: as in `FusedLinearJSD`.
     """
 
     def __init__(

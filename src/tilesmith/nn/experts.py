@@ -89,7 +89,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs side by side: `ops.experts` of stacked weights, with the names and layout of transformers' experts.
+    """Experts as gated MLPs: `ops.experts` on stacked weights, with the names and layout of transformers' experts.
 
     gate_up_proj: [E, 2 I, C] (relu_squared, which has no gate: [E, I, C]); down_proj: [E, C, I].
     activation: "swiglu", "geglu", "geglu_erf" or "relu_squared". Raises ValueError for another and for sizes below 1.
@@ -136,8 +136,8 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A feed-forward layer of routed experts, with shared experts beside them where `shared_size` is above 0.
 
-    shared_size: inner width of a `GatedMLP` that every token passes, 0 for none; it needs an activation with a gate.
-    scores: as in `Router`, whose other options keep their defaults. The rest: as in `Experts`.
+    shared_size: inner width of a `GatedMLP` that every token goes through, 0 for none; it needs an activation with a
+    gate. scores: as in `Router`, whose other options keep their defaults. The other arguments: as in `Experts`.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class _FusedLinearLoss(nn.Module):
         if ref_input is None:
             beside = [n for n, t in (("ref_weight", ref_weight), ("ref_bias", ref_bias)) if t is not None]
             if beside:
-                raise ValueError(f"{beside[0]} is given without ref_input, which alone it goes with; leave it out")
+                raise ValueError(f"{beside[0]} is given without ref_input; pass both, or leave it out")
             return ref_logps
         if ref_weight is None:
             raise ValueError("ref_weight is None; the reference model's output layer is needed beside ref_input")

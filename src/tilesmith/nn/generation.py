@@ -50,7 +50,7 @@ def generate(
     if length + max_new_tokens > decoder.config.max_positions:
         raise ValueError(
             f"generate: {length} prompt tokens and max_new_tokens = {max_new_tokens} make {length + max_new_tokens}; "
-            f"the decoder has {decoder.config.max_positions} positions"
+            f"the decoder has {decoder.config.max_positions} positions: pass fewer"
         )
     cache = decoder.new_cache(batch, length + max_new_tokens)
     new = prompt.new_empty(batch, max_new_tokens)

@@ -17,7 +17,7 @@ class OptimizedLinear(nn.Linear):
 
     optimization_level: how the product is computed.
       "conservative": torch.nn.functional.linear, as torch.nn.Linear does.
-      "balanced": `ops.linear`: the same values, a weight or bias of another dtype than x is served, the gradient of a
+      "balanced": `ops.linear`: the same values, a weight or bias of another dtype than x is allowed, the gradient of a
         weight wider than x is not rounded to x's dtype, and the bias gradient is summed in fp32.
       "aggressive": as balanced, but fp32 operands are rounded to bf16 (8 bits of mantissa) for the products of forward
         and backward, whose sums stay fp32; y comes back in x's dtype, gradients in their parameters'. 16-bit and fp64

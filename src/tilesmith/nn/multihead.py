@@ -14,10 +14,10 @@ from tilesmith.engine.argument_checks import divides, flag, probability, size, t
 class AttentionLayer(nn.Module):
     """out_proj(attention(qkv_proj(x))) with num_heads heads of d_model / num_heads features.
 
-    dropout: probability to drop an attention weight, in training only. bias: of both projections. The parameters are
-    those of torch.nn.MultiheadAttention under other names: `qkv_proj.weight` is its `in_proj_weight`. No positions are
-    added; `nn.Attention` has rotary ones, grouped heads and a cache. Raises ValueError where num_heads does not divide
-    d_model, or dropout is outside [0, 1).
+    dropout: probability of dropping an attention weight, in training only. bias: of both projections. The parameters
+    are those of torch.nn.MultiheadAttention under other names: `qkv_proj.weight` is its `in_proj_weight`. No positions
+    are added; `nn.Attention` has rotary ones, grouped heads and a cache. Raises ValueError where num_heads does not
+    divide d_model, or dropout is outside [0, 1).
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AttentionLayer(nn.Module):
 
         attention_mask: [B, T] for keys, or anything that broadcasts to [B, H, T, T]. Bool or integers: True, or other
         than 0, may be attended to. Floating: added to the scores. A query that may attend to nothing gets 0 from the
-        attention. causal: no key behind the query. Raises ValueError or TypeError for other shapes.
+        attention. causal: no key after the query is seen. Raises ValueError or TypeError for other shapes.
         """
         tensor("AttentionLayer", "x", x)
         flag("AttentionLayer", "causal", causal)

@@ -47,7 +47,7 @@ class RotaryEmbedding(nn.Module):
     """cos and sin of position * theta^(-2i / dim), [max_positions, dim / 2] each, and the rotation by them.
 
     dim: rotated features of a head. The tables are computed in float64 and stay float32 whatever dtype the module is
-    moved to; they are no part of the state dict. Raises ValueError for an odd dim.
+    moved to; they are not part of the state dict. Raises ValueError for an odd dim.
     """
 
     cos: Tensor

@@ -29,8 +29,9 @@ from tilesmith.ops.norm.softmax_op import softmax_dropout as softmax_dropout
 def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
     """`merge_attention` in place: out_a becomes attention over both sets of keys, whose lse is returned.
 
-    out_a [..., Dv], written; out_b of its shape, of any floating dtype; lse_a, lse_b [...] fp32 (fp64 for fp64). What
-    counts for nothing (lse -inf) may hold anything, on either side: out_a need not be filled before its lse is.
+    out_a [..., Dv], written; out_b of its shape, of any floating dtype; lse_a, lse_b [...] fp32 (fp64 for fp64).
+    Entries whose lse is -inf are ignored on either side, whatever out holds: out_a need not be initialised where lse_a
+    is -inf.
 
     Returns lse [...], contiguous; computed in fp32. Raises ValueError or TypeError for shapes, dtypes and devices that
     do not fit, for memory that out_a shares with itself, and for tensors that require a gradient.
@@ -178,9 +179,9 @@ def attention_partial(
     block_k: int = 0,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` over some of the keys, whose out is not rounded: fp32 where q, k and v have 16 bits.
+    """`attention` over a subset of the keys with an unrounded out: fp32 where q, k and v have 16 bits.
 
-    It takes what `ops.attn.reference.attention` takes, but for values of 8 bits. Results of other keys are added by
+    It takes the arguments of `ops.attn.reference.attention`, except 8-bit values. Results of other keys are added by
     `accumulate_attention`; the sum is rounded when it is complete.
 
     Returns out [B, H, T, Dv], at least fp32, in the memory order of attention's, and lse [B, H, T]. Raises ValueError
@@ -204,10 +205,10 @@ def attention_quantize(
 
     cos, sin [P, R/2] or [B or 1, P, R/2], P >= S, any floating dtype: q and k are rotated by these angles first, as
       `rope` does it (interleaved is its own, too), key j by angle j and query i by angle i + S - T; T <= S.
-    smooth: the mean of each kv head's keys is taken off them: of all, or from 4,096 tokens on of the blocks of 128 that
-      `smoothed_step` picks, 2,048 tokens at least. That moves all scores of a query by one number, so `out` is what it
-      was and lse = lse of the quantised values + scale * shift, where shift [B, H, T] fp32 is q . mean (empty if not
-      smooth). It is right without softcap and sinks only. Source: SageAttention, 2024.
+    smooth: the mean of each kv head's keys is subtracted from them: of all, or from 4,096 tokens on of the blocks of
+      128 that `smoothed_step` picks, 2,048 tokens at least. That moves all scores of a query by one number, so `out` is
+      what it was and lse = lse of the quantised values + scale * shift, where shift [B, H, T] fp32 is q . mean (empty
+      if not smooth). It is right without softcap and sinks only. Source: SageAttention, 2024.
     rotate: rows of q and k are multiplied by the Hadamard matrix of order D over sqrt(D), which leaves q . k as it is
       and spreads a large element over its row; D must be a power of two. Source: QuaRot, 2024; FlashAttention-3.
     granularity: whose largest absolute element a factor comes from: a "block" of 128 tokens of a head, a "head" of a
@@ -225,10 +226,10 @@ def attention_quantize(
     """
 
 def attention_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest scaled score of each row, m, and the row's sum of exp(score - m), l, which `attention` joins in lse.
+    """The largest scaled score of each row, m, and the row's sum of exp(score - m), l; together they give lse.
 
     q, k, scale, causal: see `attention_weights`. Returns m and l, [B, H, T], contiguous, fp32 (fp64 for fp64), so that
-    m + log(l) = lse and 1 <= l <= S. A row that sees no key has m = -inf and l = 0.
+    m + log(l) = lse and 1 <= l <= S. A row that sees no key has m = -inf and l = 0. Raises as `attention_weights` does.
     """
 
 def attention_vjp(
@@ -320,7 +321,7 @@ def bias_dropout_vjp(
     """
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """gelu(x + bias, approximate), element by element: what follows the first projection of an MLP.
+    """gelu(x + bias, approximate), element by element, as after the first projection of an MLP.
 
     Args:
         x: [..., F], floating, any strides.
@@ -342,7 +343,7 @@ def bias_gelu_vjp(
     """
 
 def block_lists(keep: Tensor, room: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Block lists of a table, without asking the device how many entries there are.
+    """Block lists from a boolean table, without waiting for the device to count its entries.
 
     Args:
         keep: bool [B, L, R, C].
@@ -421,7 +422,7 @@ def block_pattern(
     block: int = 128,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Block lists of a pattern that looks at no queries and keys, and their transpose, on seed's device.
+    """Block lists of a pattern that does not depend on queries and keys, and their transpose, on seed's device.
 
     Row r keeps counts[r] of the v[r] columns that it sees: one, if it sees any, and of the n other columns of all rows
     up to it floor(n * rest / all others) together, where rest is floor((1 - sparsity_ratio) * seen columns) less one a
@@ -453,7 +454,7 @@ def block_pattern(
 def block_scores(
     q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, block_q: int = 128, block_k: int = 128
 ) -> Tensor:
-    """How much each block of queries has to do with each block of keys: log(sum of exp(scale q . k)) over its pairs.
+    """The score of each block of keys for each block of queries: log(sum of exp(scale q . k)) over its pairs.
 
     Args:
         q: [B, H, T, D], fp64, fp32, fp16 or bf16, any strides.
@@ -485,7 +486,7 @@ def block_scores_vjp(
 def block_select(
     scores: Tensor, counts: Tensor, visible: Tensor, mass: float = 1.0, first: int = 0, last: int = 0
 ) -> Tensor:
-    """Which blocks of keys each block of queries keeps: bool [B, L, R, C], contiguous.
+    """The blocks of keys that each block of queries keeps: bool [B, L, R, C], contiguous.
 
     Of the first visible[r] columns a row keeps the counts[r] best: its `last` last ones (from the diagonal backward),
     then its `first` first ones, then by score, the leftmost of equal ones. With mass < 1 scores must be shares, none
@@ -531,7 +532,7 @@ def block_shares(
     """
 
 def column_sums(x: Tensor, dtype: Literal["", "float16", "bfloat16", "float32", "float64"] = "") -> Tensor:
-    """The sum of x over all of its dims but the last: the gradient of a bias, from that of what it was added to.
+    """The sum of x over all dims but the last: the gradient of a bias, from the gradient of the sum it was added to.
 
     Args:
         x: [..., F], floating, any strides.
@@ -561,7 +562,7 @@ def cross_entropy(
     softcap: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Cross-entropy between logits and class labels, as torch.nn.functional.cross_entropy defines it, and more.
+    """Cross-entropy of logits and class labels as in torch.nn.functional.cross_entropy, with z-loss and soft cap.
 
     With z = scale · logits, or softcap · tanh(scale · logits / softcap) where softcap > 0, lse = log Σ exp(z), s =
     label_smoothing and w the class weights (all 1 without `weight`), a token with label t costs
@@ -577,9 +578,9 @@ def cross_entropy(
 
     Returns the loss, fp32: a scalar, or [...] for "none". The gradient has logits' shape and dtype and is contiguous.
 
-    Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would
-    wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of
-    another form than said here.
+    Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; on other devices, where checking
+    would wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments
+    of other types, shapes or values than these.
 
     Source: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z loss); Gemma Team,
     arXiv:2408.00118 (soft cap); Milakov and Gimelshein, arXiv:1805.02867 (one pass over the logits).
@@ -613,8 +614,9 @@ def dequant_linear(
 ) -> Tensor:
     """y = x weight^T of a packed weight: [..., rows] in x's dtype, summed in fp32.
 
-    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: see the legend. rows: N. The weight
-    has no gradient; x has.
+    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: as in
+    `tilesmith.ops.quant.packed_reference`. rows: N. x receives a gradient, the weight does not. Raises TypeError for
+    other dtypes, ValueError for other shapes and devices.
     """
 
 def dequant_linear_vjp(
@@ -633,7 +635,8 @@ def dequantize_packed(
 ) -> Tensor:
     """The weight that packed codes stand for, [rows, K] in `dtype` ("bfloat16", "float16" or "float32").
 
-    codes, scale, zero, order, strips: see the legend. rows: N, at most 16 S. Computed in fp32, rounded once.
+    codes, scale, zero, order, strips: as in `tilesmith.ops.quant.packed_reference`. rows: N, at most 16 S. Computed in
+    fp32, rounded once. Raises TypeError for other dtypes, ValueError for other shapes and devices.
     """
 
 def dropout_add_norm_vjp(
@@ -708,7 +711,7 @@ def experts(
     passed as `.transpose(1, 2)`, and their gradients come in the same strides. gate_up_bias: [E, N]; down_bias: [E, C].
     x, gate_up, down and the biases have one floating dtype. indices: [..., K], int64 or int32. A pair whose index is
     negative or at least E contributes nothing, and its weight's gradient is 0: expert parallelism marks the experts of
-    other ranks so. A token may have an expert more than once, so K may exceed E. weights: [..., K], floating.
+    other ranks this way. A token may have an expert more than once, so K may exceed E. weights: [..., K], floating.
     activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf", which have a gate (N = 2 I):
     act(gate) (up + up_offset), where swiglu's act is gate · sigmoid(alpha gate); or without a gate (N = I)
     "relu_squared", "relu", "silu", "gelu" (through erf) or "gelu_tanh". limit: above 0, gate is clamped to at most
@@ -719,7 +722,7 @@ def experts(
     gate_up_lora_scale · gate_up_lora_b[e] · (gate_up_lora_a[e] · x[t]) to gate_up[e] · x[t]; down_lora_a: [E, R, I],
     down_lora_b: [E, C, R] and down_lora_scale likewise to the product of down. Their ranks may differ. They have any
     strides and any floating dtype: they are rounded to x's, and so is scale · a · x, and their gradients come in their
-    own dtype. No matrix of a weight's size is made of them.
+    own dtype. They are never expanded to a matrix of a weight's size.
 
     Sums are fp32 (fp64 for fp64). The pre-activation, the activation, and the output of each expert before its weight
     are rounded to x's dtype; the sum over k is rounded once. The order of every sum is fixed, so results are the same
@@ -755,8 +758,8 @@ def experts_fp8(
 
     The pre-activation and the activation are rounded to `dtype`. The activation of a pair is then cast to e4m3 by the
     factor of its own largest element. The output of each expert is rounded to `dtype`, and the sum over k once more.
-    Tensor cores keep the sums of both products in their own registers all along, which hold 14 bits on Ada and Hopper,
-    as `scaled_matmul` has it with `fast`.
+    Tensor cores accumulate both products in their own registers throughout, which hold 14 bits on Ada and Hopper, as in
+    `scaled_matmul` with `fast`.
 
     Returns y [..., C], contiguous, and pre [S, 2 I], the pre-activations in the order of experts, pairs of one expert
     in the order of tokens; rows of pairs without an expert come last and are 0. `experts_vjp_fp8` has the gradients.
@@ -817,25 +820,25 @@ def experts_vjp_fp8(
     """Gradients (dx, dgate_up, ddown, dweights) of `experts_fp8` as if nothing had been rounded to 8 bits; an empty
     tensor where `output_mask` is False.
 
-    dy: [..., C], the gradient as it came, and pre: [S, 2 I], what `experts_fp8` returned: of one floating dtype, which
-    dx, dgate_up and ddown have too. dy8 and dy_factor: dy by `fp8_cast_rows`. x: [..., C], the tokens as they came in
-    dy's dtype, with x_factor None; or what the forward took as x8, with its x_factor. gate_up8_t: [E, C, 2 I] and
-    down8_t: [E, I, C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
+    dy: [..., C], the unrounded gradient, and pre: [S, 2 I], as `experts_fp8` returned it: of one floating dtype, which
+    dx, dgate_up and ddown have too. dy8 and dy_factor: dy cast by `fp8_cast_rows`. x: [..., C], the original tokens in
+    dy's dtype, with x_factor None; or the forward's x8, with its x_factor. gate_up8_t: [E, C, 2 I] and down8_t: [E, I,
+    C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
     as in the forward.
 
     Gradients of the activation and of x are products of 8-bit numbers: of dy8, and of the gradient of the
-    pre-activation, which is cast by the factor of each row's largest element. Gradients of the weights are products in
-    dy's dtype, of x and dy as they came, with x_factor None. Else they are products of 8-bit numbers as well: of x, of
-    dy8, of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of
-    rows, each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become
-    smaller than the format's smallest normal one.
+    pre-activation, which is cast by the factor of each row's largest element. With x_factor None, gradients of the
+    weights are products of x and dy in dy's dtype. Otherwise they are products of 8-bit numbers as well: of x, of dy8,
+    of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of rows,
+    each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become smaller
+    than the format's smallest normal one.
     dgate_up [E, 2 I, C] and ddown [E, C, I] are contiguous; dweights has the weights' shape and dtype. The gradient of
     the activation, that of the pre-activation, the weighted activation and the gradient of each pair's x are rounded to
     dy's dtype.
     """
 
 def fp8_amax(x: Tensor) -> Tensor:
-    """max |x| over all of x as fp32 [1]; NaN where x holds one, 0 for an empty x. x: any shape, floating."""
+    """max |x| over all of x as fp32 [1]; NaN if x holds one, 0 for an empty x. x: any shape, floating."""
 
 def fp8_cast(
     x: Tensor,
@@ -849,11 +852,13 @@ def fp8_cast(
 
     x: [..., N], floating, any strides. bound: fp32 [1], what max |x| is expected to be; the factor is the least power
     of two that is at least bound / the format's largest number (1 for a bound of zero). amax: fp32 [1], written; NaN
-    where x holds one, infinite where x holds an infinity: so an overflow and numbers that are not finite are known
-    after the pass, without another one and without asking the device.
+    where x holds one, infinite where x holds an infinity: so overflows and non-finite numbers are detected in the same
+    pass, without waiting for the device.
 
-    Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, with zeros in columns that
-    are no rows of x (empty unless `columns`); factor fp32 [1].
+    Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, where M16 is the number of
+    rows of x rounded up to a multiple of 16 and the added columns are 0 (empty unless `columns`); factor fp32 [1].
+    Raises TypeError for other dtypes; ValueError for other shapes, devices and formats, and for an x that requires a
+    gradient.
     """
 
 def fp8_cast_blocks(
@@ -864,7 +869,8 @@ def fp8_cast_blocks(
     x: [M, N], floating. square: the factors are those of blocks of 128 x 128 elements; else each layout has its own, of
     128 neighbours along its last dim. rows: x8 [M, N] with factor [M, ceil(N / 128)] fp32, whose memory runs along M;
     square: [ceil(M / 128), ceil(N / 128)], contiguous. columns: x8_t [N, M16] and factor_t of it likewise, from x and
-    not from x8. What is not asked for is empty.
+    not from x8. Outputs that are not requested are empty. Raises TypeError for other dtypes, ValueError for other
+    shapes and formats.
     """
 
 def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -879,11 +885,13 @@ def fp8_cast_rows(x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3") -> tuple[
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 
     x: [..., N], floating. A row's factor is that of its largest absolute element, or of 2^-100 where that is smaller: a
-    row of zeros has the least factor, so that rows which share one, the largest of theirs, lose nothing by it.
+    row of zeros has the least factor, so that rows that share one, the largest of theirs, lose nothing by it. Raises
+    TypeError for a dtype that is not floating; ValueError for a scalar, another format, and an x that requires a
+    gradient.
     """
 
 def fp8_transpose(x8: Tensor) -> Tensor:
-    """x8 [..., N] in 8 bits as [N, M16], with zeros in columns that are no rows of x8."""
+    """x8 [..., N] in 8 bits as [N, M16], M16 its rows rounded up to a multiple of 16; the added columns are 0."""
 
 def geglu(gate: Tensor, up: Tensor, approximate: Literal["none", "tanh"] = "tanh") -> Tensor:
     """gelu(gate, approximate) * up, element by element (GeGLU without its projections, arXiv:2002.05202).
@@ -1090,8 +1098,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Rounded once.
 
     Returns y [..., N], contiguous. Saved for the backward: the inputs. Gradients have their input's dtype. dbias is
-    summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (but on accelerators other than CUDA,
-    whose libraries cannot). Under autocast x is cast, and weight and bias follow it; their gradients stay their own.
+    summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (except on accelerators other than
+    CUDA, whose libraries cannot do this). Under autocast x is cast, and weight and bias are rounded to its new dtype;
+    their gradients keep their own dtypes.
 
     Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, and for a weight or bias of fewer
     bits than x; ValueError for shapes or devices that do not fit.
@@ -1111,10 +1120,10 @@ def linear_act(
     ops would; a kernel that activates while it multiplies rounds only y.
 
     Saved for the backward: x, weight, bias and y; for gelu, gelu_tanh and silu the pre-activation too (y's size), since
-    y does not tell their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0 for
-    inputs below 2.4e-4, whose square is no longer a number there.
-    keep_pre: whether the pre-activation is written for the backward. None: where autograd will ask for a gradient.
-    False: the backward computes it again, one more product, and nothing of y's size but y is kept.
+    y does not determine their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0
+    for inputs below 2.4e-4, whose square is not representable there.
+    keep_pre: whether the pre-activation is stored for the backward. None: if autograd records the call. False: the
+    backward recomputes it, which costs one more product, and y is the only tensor of its size that is kept.
 
     Returns y [..., N], contiguous, in x's dtype.
 
@@ -1156,7 +1165,7 @@ def linear_cross_entropy(
     accumulate_fp32: bool = True,
     mode: Literal["keep", "chunks", "recompute", ""] = "",
 ) -> Tensor:
-    """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
+    """`cross_entropy` of x · weightᵀ + bias without materialising all logits (except in the reference itself).
 
     Kernels take the products in x's dtype: they cast a weight or bias of another dtype to it first, as autocast would,
     and round the logits and their gradient to it, as a linear layer and its gradient do. Sums of products are fp32.
@@ -1165,7 +1174,7 @@ def linear_cross_entropy(
     x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. class_weight: [V], without gradient. The
     other loss arguments, and what raises: see `cross_entropy`.
 
-    mode says where gradients come from; "" lets the library choose, and `explain` tells what it chose. For N tokens,
+    mode says how gradients are computed; "" lets the library choose, and `explain` names its choice. For N tokens,
     chunks of C of them, e bytes an element of x:
     "keep": the gradient of all logits is kept (N·V·e bytes, the logits' own), and the backward takes its two products.
         The loss's own gradient is multiplied into x, rounded to x's dtype, and into dx. Not for float16, where the
@@ -1174,8 +1183,8 @@ def linear_cross_entropy(
         multiplies them by the loss's own gradient.
     "recompute": nothing is kept; the backward computes the logits again, a fourth product, in blocks of classes (C·V·e
         too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
-        tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
-        the backward knows the tokens' weights, and for gradients that were not asked for here.
+        tokens than classes, or for dx alone, in chunks of tokens. The same holds for reduction "none" in any mode,
+        since only the backward knows the tokens' weights, and for gradients that were not requested here.
     Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
     than an fp32 gradient of weight, to which those of 4096 tokens are added on an accelerator where "chunks" would hold
     both (a half-precision weight, accumulate_fp32), else "chunks"; inside a `MemoryConfig` the first of "keep",
@@ -1251,7 +1260,7 @@ def linear_distillation(
     chunk_tokens: int = 0,
     accumulate_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Distance of a student's distribution from a teacher's, from hidden states; logits are never whole in memory.
+    """Divergence of a student's distribution from a teacher's, from hidden states, without materialising all logits.
 
     With student logits z = x · weightᵀ + bias and teacher logits y, a token's soft loss is the distance of
     softmax(z / temperature) from softmax(y / temperature) over all classes: "kl" is KL(teacher ‖ student), "reverse_kl"
@@ -1327,7 +1336,7 @@ def linear_preference(
     accumulate_fp32: bool = False,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A preference loss of sequences, from x · weightᵀ + bias, whose logits are never whole in memory.
+    """A preference loss of sequences from x · weightᵀ + bias, without materialising all logits.
 
     The loss is the undivided sum that `ops.loss.formulas.FORMULAS[formula]` makes of the labels' log-probabilities; the
     caller divides it by pairs, sequences or tokens (`tilesmith.nn.preference` does). Logits are scaled and capped as in
@@ -1352,8 +1361,8 @@ def linear_preference(
     Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
     where a chunk is not the whole batch C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
     dweight's memory only when the logits are gone. Results are dx and dweight, and 12 bytes a token. The backward
-    scales dx and dweight in place; beside them, which takes them twice, where its graph is kept or captured, under
-    torch.compile, and under saved-tensor hooks, as in checkpointing.
+    scales dx and dweight in place. It makes copies of them instead, which doubles their memory, if its graph is kept or
+    captured, under torch.compile, and under saved-tensor hooks, as in checkpointing.
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
     in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.
@@ -1399,7 +1408,7 @@ def linear_token_stats(
     chunk_tokens: int = 0,
     accumulate_fp32: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probability of the label, entropy, log-sum-exp and most likely token of softmax(z), without whole logits.
+    """Log-probability of the label, entropy, log-sum-exp and most likely token, without storing all logits.
 
     z are the scores of x · weightᵀ + bias, scaled and capped as in `cross_entropy`; p = softmax(z), lse = log Σ exp(z):
 
@@ -1463,10 +1472,10 @@ def lora_linear(
 ) -> Tensor:
     """y = x · weightᵀ + bias + scale · (x · lora_aᵀ) · lora_bᵀ: a linear layer with a low-rank adapter (LoRA).
 
-    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is what the adapter adds.
-    lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, whatever x has: fp32 factors beside 16-bit x
-    are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does. Sums
-    are fp32 (fp64 for fp64).
+    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is the adapter's contribution alone.
+    lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, independent of x's: fp32 factors with 16-bit
+    x are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does.
+    Sums are fp32 (fp64 for fp64).
 
     Returns y [..., N], contiguous, in x's dtype. Saved for the backward: x, weight, lora_a, lora_b and
     z = x · lora_aᵀ, [..., R] in fp32. Under autocast x is cast, weight and bias follow it, and factors stay as they
@@ -1500,7 +1509,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product a · b, where a may have any leading dims and b is one matrix.
 
     a: [..., M, K] or [K]. b: [K, N], of a's dtype; both in any strides. Leading dims of a are rows like M: there is no
-    broadcasting, and b has no batch (torch.matmul serves those). Sums are fp32 (fp64 for fp64); fp32 operands are
+    broadcasting, and b has no batch (use torch.matmul for those). Sums are fp32 (fp64 for fp64); fp32 operands are
     multiplied as torch.backends.cuda.matmul says (TF32 or not). Rounded once.
 
     Returns [..., M, N] or [N], contiguous, in a's dtype. Saved for the backward: a and b. Under autocast both are cast.
@@ -1522,8 +1531,8 @@ def memory_efficient_linear(
     activation: Literal["none", "gelu", "gelu_tanh", "relu", "silu", "relu_squared"] = "none",
     chunk_rows: int = 0,
 ) -> Tensor:
-    """y = activation(x · weightᵀ + bias), of which only the inputs are saved: the backward walks over chunks of rows
-    and computes the pre-activation of each again, at the cost of one more product.
+    """y = activation(x · weightᵀ + bias), saving only the inputs: the backward goes over chunks of rows and recomputes
+    each one's pre-activation, which costs one more product.
 
     x, weight, bias, dtypes and autocast: see `linear`; activation: see `linear_act`. chunk_rows: rows of a chunk; 0
     lets the library choose: all rows where their pre-activations take at most 256 MiB (16 MiB on a CPU), else equal
@@ -1556,15 +1565,16 @@ def memory_efficient_linear_vjp(
     """
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each.
+    """Attention over two disjoint sets of keys, merged from the results for each.
 
     out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] fp32 (fp64 for fp64): the results of `attention` over each
     set. lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse). A side with lse
-    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf. An lse of NaN makes both
-    results NaN.
+    -inf is ignored, whatever its `out` holds; if both are -inf, out is 0 and lse -inf. An lse of NaN makes both results
+    NaN.
 
     Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
-    stride, else contiguous) and lse [...], contiguous; computed in fp32.
+    stride, else contiguous) and lse [...], contiguous; computed in fp32. Raises TypeError for dtypes, ValueError for
+    shapes and devices that do not fit.
     """
 
 def norm_linear(
@@ -1617,10 +1627,10 @@ def norm_linear_vjp(
 def quantize_packed(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> Tensor:
     """The codes of a weight, int32 [words]: round(weight / scale + zero) within the tile's width, packed.
 
-    weight: [N, K], floating; rows that N lacks to a multiple of 16 get the codes of zeros, NaN gets code 0. scale,
-      zero,
-    order, strips: see the legend; a scale of 0 stands for 1. words: how many words the strips have, 32 times the sum of
-    their tiles' widths. Ties round to even.
+    weight: [N, K], floating; N is padded to a multiple of 16 with rows of zeros, and NaN gets code 0. scale, zero,
+    order, strips: their layout is described in `tilesmith.ops.quant.packed_reference`; a scale of 0 stands for 1.
+    words: how many words the strips have, 32 times the sum of their tiles' widths. Ties round to even. Raises TypeError
+    for other dtypes; ValueError for other shapes and devices, and for a weight that requires a gradient.
     """
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -1657,7 +1667,7 @@ def rms_norm(
     "llama" rounds x · rstd to x's dtype, then multiplies by weight + offset in the dtype x and weight promote to, then
     rounds to x's dtype (Llama and most models after it). "none" rounds to x's dtype after every operation, also those
     that rstd is made of (x², its mean, eps, their sum, the root), as the formula does in PyTorch without a cast.
-    It has no bearing on the gradient, which is taken of the formula and computed in fp32, with the rstd of the forward.
+    It does not affect the gradient, which is that of the formula, computed in fp32 with the rstd of the forward.
 
     Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
     where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.
@@ -1678,11 +1688,12 @@ def rms_norm_fp8(
     casting: Literal["fp32", "llama"] = "fp32",
     format: Literal["e4m3", "e5m2"] = "e4m3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rms_norm` and the cast of what it returns in one pass: (y, y8, factor, rstd).
+    """`rms_norm` and the cast of its result in one pass: (y, y8, factor, rstd).
 
     x, weight, eps, offset, casting and y: as `rms_norm` has them; x is contiguous but for a stride of its rows. bound,
-    amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. Gradients are the caller's: those
-    of `rms_norm` with rstd.
+    amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. There is no gradient: the caller
+    computes that of `rms_norm`, with rstd. Raises TypeError for dtypes; ValueError for shapes, devices, eps, casting
+    and format, and for tensors that require a gradient.
     """
 
 def rms_norm_gated(
@@ -1703,8 +1714,8 @@ def rms_norm_gated(
     row has a root mean square of its own.
 
     casting: "fp32" computes in fp32 and rounds once; "llama" rounds before and after the product with the weight, as
-    `rms_norm` with that casting does, and after the product with act(gate), which is in fp32. Neither has a bearing on
-    the gradient, which is taken of the formula in fp32.
+    `rms_norm` with that casting does, and after the product with act(gate), which is in fp32. Neither affects the
+    gradient, which is that of the formula in fp32.
 
     Returns a contiguous tensor of x's shape and dtype. Everything is fp64 for fp64 x.
 
@@ -1752,7 +1763,7 @@ def rms_norm_rope(
     weight_offset: float = 0.0,
     casting: Literal["fp32", "llama"] = "fp32",
 ) -> tuple[Tensor, Tensor]:
-    """rope(rms_norm(q)), rope(rms_norm(k)) in one pass: QK-norm as Qwen 3, Gemma 3 and Olmo 2 have it.
+    """rope(rms_norm(q)), rope(rms_norm(k)) in one pass: QK-norm as in Qwen 3, Gemma 3 and Olmo 2.
 
     Args:
         q: [B, H, T, D], any strides (memory in [B, T, H, D] order is the usual case).
@@ -1924,8 +1935,8 @@ def router_losses(
     """(load-balancing loss, z-loss) of a router, scalars in fp32 (fp64 for fp64).
 
     logits: [..., E]; indices: [..., K], the choice for each of the T tokens. The first is E Σ_e f_e p_e, where f_e is
-    the number of pairs that chose e over T and p_e the mean over tokens of the softmax, or with "sigmoid" of the
-    sigmoid over its sum; it is K where every expert is as likely as another. The second is the mean of
+    the number of (token, choice) pairs of e divided by T and p_e the mean over tokens of the softmax, or with "sigmoid"
+    of the sigmoid over its sum; it is K where every expert is as likely as another. The second is the mean of
     logsumexp(logits)². Indices outside [0, E) count for no expert. 0 without tokens. f_e has no gradient.
 
     Raises TypeError for dtypes, ValueError for shapes, devices and an unknown name.
@@ -1947,14 +1958,14 @@ def scaled_matmul(
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     fast: bool = False,
 ) -> Tensor:
-    """a b^T of numbers in 8 bits, each times its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
+    """a b^T of 8-bit numbers, each multiplied by its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
 
     a [M, K], b [N, K]: float8_e4m3fn or float8_e5m2, not both e5m2; contiguous. a_factor, b_factor, fp32: [1] each; or
     [M, 1] and [N, 1]; or, for blocks of 128 along K, [M, ceil(K / 128)] and [N, ceil(K / 128)] or [ceil(N / 128),
     ceil(K / 128)], as `fp8_cast_blocks` lays them out. bias: [N] in `dtype`, or None. fast: partial sums may be kept in
     the tensor cores' own registers all along K; else sums of parts of K are, which are then added in fp32. Those
     registers keep 14 bits of a sum on Ada and Hopper, which a float32 result shows (DeepSeek-AI, DeepSeek-V3,
-    arXiv:2412.19437, 3.3.2).
+    arXiv:2412.19437, 3.3.2). Raises TypeError for dtypes, ValueError for shapes, devices and factors that do not fit.
     """
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -2021,7 +2032,8 @@ def swiglu_fp8(
 ) -> tuple[Tensor, Tensor]:
     """silu(gate) * up in 8 bits, (h8, factor), as `fp8_cast` makes it of what `swiglu` returns.
 
-    gate, up: [..., N], one shape and dtype; the rows of each lie at one stride.
+    gate, up: [..., N], one shape and dtype; the rows of each have one stride. Raises as `fp8_cast` does, and where gate
+    and up differ in shape, dtype or device.
     """
 
 def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -2045,7 +2057,8 @@ def swiglu_vjp_fp8(
 
     dh, gate, up: [..., N], one shape and dtype. d8 [M, 2N]: the gradients of gate and of up side by side, rounded to
     gate's dtype first, by the factor of `bound`; d8_t [2N, M16] is d8 transposed. h8_t [N, M16]: what `swiglu_fp8` made
-    with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`.
+    with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`. Raises as
+    `swiglu_fp8` does.
     """
 
 def token_stats(

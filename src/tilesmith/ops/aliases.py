@@ -22,9 +22,9 @@ def flash_attention_forward(
     """Softmax attention without its weights: (out [B, H, T, Dv] in q's dtype, lse [B, H, T] fp32, fp64 for fp64).
 
     q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv]; scale: 1 / sqrt(D) if None; causal: the last query sees the last
-    key. lse, the logarithm of each row's sum of exp(score), is the softmax in O(T) memory: `attention_weights(q, k,
-    lse, scale, causal)` makes the weights [B, H, T, S] of it. Both are differentiable. dtypes, layouts and what raises:
-    `attention`, which also has masks, windows, biases, dropout and packed sequences.
+    key. lse, the logarithm of each row's sum of exp(score), represents the softmax in O(T) memory:
+    `attention_weights(q, k, lse, scale, causal)` computes the weights [B, H, T, S] from it. Both are differentiable.
+    dtypes, layouts and what raises: `attention`, which also has masks, windows, biases, dropout and packed sequences.
 
     `tilesmith.flash_attention.flash_attention_forward` is another function of this name, with tile sizes.
     """
@@ -44,9 +44,9 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv), in the shapes and dtypes of q, k and v, for the gradient dout [B, H, T, Dv] of `out`.
 
-    q, k, v, scale, causal: as given to `flash_attention_forward`, which returned out and lse. Autograd does the same by
-    itself; this is for those who keep the tensors themselves. Not differentiable. Raises ValueError or TypeError,
-    naming the argument, where a shape, dtype or device does not fit.
+    q, k, v, scale, causal: as given to `flash_attention_forward`, which returned out and lse. Autograd does this by
+    itself; call this function if you keep the tensors yourself. Not differentiable. Raises ValueError or TypeError,
+    naming the argument, if a shape, dtype or device does not fit.
 
     `tilesmith.flash_attention.flash_attention_backward` is another function of this name, with tile sizes.
     """
@@ -93,16 +93,15 @@ def memory_efficient_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention over packed heads, without a matrix of scores: [B, T, num_heads · Dv] in query's dtype.
+    """Softmax attention on packed heads, without a matrix of scores: [B, T, num_heads · Dv] in query's dtype.
 
-    query [B, T, num_heads · D], key [B, S, G · D], value [B, S, G · Dv]: heads lie beside one another in the last dim,
-    and are read where they lie; num_heads % G == 0, G follows from key's width. dropout_p: probability to drop a
-    weight, whenever it is not 0. is_causal: the last query sees the last key. scale: 1 / sqrt(D) if None.
-    Differentiable.
+    query [B, T, num_heads · D], key [B, S, G · D], value [B, S, G · Dv]: heads are adjacent in the last dim and are not
+    copied; num_heads % G == 0, and G follows from key's width. dropout_p: probability of dropping a weight; it applies
+    whenever it is above 0. is_causal: the last query sees the last key. scale: 1 / sqrt(D) if None. Differentiable.
 
     Memory: the result and 4 bytes for each row and head; the backward as much again, and the gradients. Devices
-    without tiled kernels (CPUs) work on chunks of queries. A `MemoryConfig` that is entered chooses those, and bounds
-    the rest: see there. Raises ValueError or TypeError, naming the argument, for what does not fit.
+    without tiled kernels (CPUs) work on chunks of queries. An active `MemoryConfig` chooses these chunks and bounds the
+    rest: see there. Raises ValueError or TypeError, naming the argument, for what does not fit.
     """
     q, k, v = _split_heads(query, key, value, num_heads)
     dropout_p = probability("memory_efficient_attention", "dropout_p", dropout_p)
@@ -150,7 +149,7 @@ def _split_heads(query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> t
     if query.shape[2] % num_heads:
         raise ValueError(
             f"{op}: num_heads is {num_heads}, which does not divide query's width, {query.shape[2]}; "
-            "take a divisor of it"
+            "choose a divisor of it"
         )
     dim = query.shape[2] // num_heads
     if dim == 0 or key.shape[2] == 0 or key.shape[2] % dim:

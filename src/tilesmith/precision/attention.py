@@ -17,7 +17,7 @@ class FP8AttentionConfig:
     """How attention quantises q, k and v to E4M3; the backward is that of `ops.attention` at the quantised values.
 
     granularity: whose largest element a factor comes from: a "block" of 128 tokens of a head, a "head" or the "tensor".
-    smooth: the mean of each head's keys is taken off them; None: where no softcap forbids it.
+    smooth: subtract the mean of each head's keys from them; None: unless there is a softcap.
     rotate: rows of q and k are multiplied by a Hadamard matrix, which spreads outliers; None: where the head dim is a
       power of two.
     """

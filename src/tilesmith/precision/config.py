@@ -29,7 +29,7 @@ class FP8Format(Enum):
 
 @dataclass(frozen=True)
 class FP8Config:
-    """A recipe for linear layers and stacked experts in 8 bits.
+    """The FP8 recipe for linear layers and stacked experts.
 
     recipe: where scales come from.
       "delayed": one a tensor, from the largest values of the last steps, so that a cast is one pass and is made by
@@ -48,11 +48,11 @@ class FP8Config:
     fuse: norms and gated MLPs that tilesmith computes (`optimize`, `tilesmith.nn`) cast what they make (delayed only).
     cache_weights: in training mode weights are cast once a step of the optimizer, for two bytes a parameter; else at
       each use, as in eval mode (see cache_weights_in_eval). Never those that FSDP shards.
-    loss_scale, loss_scale_growth_interval: the factor of the loss at first and at most; it is halved after a step that
-      was skipped, and doubled after so many that were not.
+    loss_scale, loss_scale_growth_interval: the initial and largest factor of the loss; it is halved after a skipped
+      step, and doubled after `loss_scale_growth_interval` steps that were not skipped.
     convert_experts: stacked experts that the library computes (`optimize`, `tilesmith.nn`) are converted too: in any
       recipe E4M3 with a scale for each row of tokens and of gradients and one for each expert's weight, whose gradient
-      is a product in the inputs' dtype by "rowwise", else of 8-bit numbers. module_filter_fn is not asked about them;
+      is a product in the inputs' dtype by "rowwise", else of 8-bit numbers. module_filter_fn does not apply to them;
       min_features is compared with the sides of gate_up_proj.
     cache_weights_in_eval: casts are kept in eval mode too (with cache_weights), until PyTorch counts a write into the
       weight, `load_state_dict`, a move or a switch of the mode. A write through `.data` in eval mode leaves no trace:

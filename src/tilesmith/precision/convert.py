@@ -34,19 +34,18 @@ ROUTERS = frozenset({"router", "gate", "gating", "w_router"})
 
 @torch.inference_mode(False)  # scales that are made in it could not be raised outside
 def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, inplace: bool = True) -> nn.Module:
-    """Make linear layers of `model` `FP8LinearLayer`s, whose products are of 8-bit numbers; stacked experts too.
+    """Convert the linear layers of `model` to `FP8LinearLayer`s, which multiply 8-bit numbers; stacked experts too.
 
     Args:
         model: any module, before or after `optimize`, `fully_shard` or PEFT; not compiled yet. Layers keep their
-            parameters, so an optimizer made before goes on working, and state dicts load either way. Norms and gated
-            MLPs cast what they make if `optimize` was called before, and only then are experts of transformers models
-            converted.
+            parameters, so an existing optimizer keeps working, and state dicts load either way. Norms and gated MLPs
+            cast their outputs, and experts of transformers models are converted, only if `optimize` was called before.
         fp8_config: see `FP8Config`; None: the delayed recipe.
         inplace: convert `model` itself, else a deep copy.
 
-    Under torch.compile a model must not write in place into a tensor between two converted layers that it gives it to:
-    the second would take the cast of what the tensor was, since a graph has no version numbers. In eager mode such a
-    write is noticed.
+    Under torch.compile a model must not write in place into a tensor between two converted layers that read it: the
+    second would use the cast of the old values, since a graph has no version numbers. In eager mode such a write is
+    detected.
 
     Scales are each rank's own. `DistributedDataParallel` leaves them alone if it is given the converted model; around a
     module that holds it, pass ``broadcast_buffers=False``.
@@ -56,9 +55,9 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
         products are emulated in fp32 because the device, or PyTorch on it, cannot multiply 8-bit floats.
 
     Raises:
-        TypeError: `model` is no module, `fp8_config` no FP8Config or `inplace` no bool. ValueError: no layer is
-        eligible, or the model is converted already. RuntimeError: a layer's device has no 8-bit floats. The model is
-        then as it was.
+        TypeError: `model` is not a module, `fp8_config` is not an FP8Config, or `inplace` is not a bool. ValueError: no
+        layer is eligible, or the model is converted already. RuntimeError: a layer's device has no 8-bit floats. The
+        model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_model_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -102,11 +101,11 @@ def converted(model: nn.Module) -> bool:
 
 
 def revert_model_from_fp8(model: nn.Module) -> nn.Module:
-    """Make `FP8LinearLayer`s `nn.Linear`s again, with their parameters, and have experts computed as before. Returns
+    """Turn `FP8LinearLayer`s back into `nn.Linear`s with the same parameters, and experts into what they were. Returns
     `model`.
 
-    Raises TypeError where `model` is no module; ValueError where a layer was parametrized since (weight norm, spectral
-    norm), which is a class on top. The model is then as it was.
+    Raises TypeError if `model` is not a module; ValueError if a layer was parametrized since (weight norm, spectral
+    norm), which changed its class. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"revert_model_from_fp8: model must be a torch.nn.Module, got {type(model).__name__}")

@@ -29,11 +29,12 @@ def create_fp8_trainer(
     backward_format: FP8Format = FP8Format.E5M2,
     device: torch.device | None = None,
 ) -> FP8TrainingEngine:
-    """An engine that trains `model` in 8 bits by the delayed recipe. `FP8TrainingEngine` takes other recipes, and other
-    limits than FP8Config's, by which layers of less than 1,024 inputs or outputs are not converted.
+    """An engine that trains `model` in FP8 with the delayed recipe. By default layers with fewer than 1,024 inputs or
+    outputs are not converted. For other recipes and limits pass an `FP8Config` to `FP8TrainingEngine`.
 
     forward_format: of activations and weights. backward_format: of gradients. device: where to move the model first;
-    None: it stays. Raises ValueError for a device that there is not, else as `FP8Config` and `FP8TrainingEngine` do.
+    None: it stays. Raises ValueError for a device that is not available, and otherwise as `FP8Config` and
+    `FP8TrainingEngine` do.
     """
     config = FP8Config(forward_format=forward_format, backward_format=backward_format)
     if not isinstance(model, nn.Module):
@@ -44,16 +45,17 @@ def create_fp8_trainer(
 
 
 class FP8TrainingEngine:
-    """Converts a model to 8 bits and runs its training steps.
+    """Converts a model to FP8 and runs its training steps.
 
-    A step whose gradients are not finite on any rank is skipped on all; the loss's factor is then halved, down to
-    2^-16 of where it began, and doubled again after `loss_scale_growth_interval` steps that were not, up to there.
+    A step is skipped on all ranks if a gradient is not finite on any of them. The loss scale is then halved, down to
+    2^-16 of its initial value, and doubled again after `loss_scale_growth_interval` steps that were not skipped, up to
+    that value.
 
     Args:
         model: any module; converted in place by `setup_fp8_training`, also if it is compiled or wrapped already in
-            modules that keep the layers. A model that is converted already is taken as it is.
+            modules that keep the layers. A model that is already converted is used as it is.
         config: see `FP8Config`. None: the delayed recipe, or that of a model which is converted already.
-        process_group: the ranks that skip together; None: all, where torch.distributed is up.
+        process_group: the ranks that skip steps together; None: all ranks, if torch.distributed is initialised.
 
     As a context manager it converts on entry; on leaving, the model stays converted.
     """
@@ -86,8 +88,9 @@ class FP8TrainingEngine:
         """The model stays converted."""
 
     def setup_fp8_training(self) -> None:
-        """Convert the model, once. Raises as `convert_model_to_fp8` does, and ValueError where the model is converted
-        by another recipe than the config's, or the config asks for layers, or casts of weights, that it has not."""
+        """Convert the model, once. Raises as `convert_model_to_fp8` does, and ValueError if the model is already
+        converted with another recipe than the config's, or lacks layers or casts of weights that the config asks
+        for."""
         if self._ready:
             return
         if converted(self.model):
@@ -125,9 +128,9 @@ class FP8TrainingEngine:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of `optimizer` by the loss's factor now, so that they can be clipped before
-        `optimizer_step`, which else does so. Asks the device.
+        `optimizer_step`, which otherwise does so. Waits for the device.
 
-        Raises RuntimeError before `setup_fp8_training` and where it was called since the last `optimizer_step`.
+        Raises RuntimeError before `setup_fp8_training` and if it was already called since the last `optimizer_step`.
         """
         self._check_optimizer("unscale", optimizer)
         if id(optimizer) in self._divided():
@@ -157,7 +160,7 @@ class FP8TrainingEngine:
     def get_training_statistics(self) -> dict[str, Any]:
         """steps, skipped: calls of `optimizer_step` that stepped and that did not. overflows: how often, one for each
         tensor and step, the largest value was not finite or, by the recipe "delayed", beyond its scale's range. spikes:
-        how often such a value was so far above those of other steps that its scale forgot it once it had passed; by the
+        how often such a value was so far above those of other steps that its scale ignored it in later steps; in the
         step right after it, smaller numbers may have become 0. Finer recipes than one scale a tensor keep no scales,
         and count 0 of both. loss_scale. scales, amax_histories: of each tensor that has a scale of its own, by name.
         Asks the device."""
@@ -173,15 +176,15 @@ class FP8TrainingEngine:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine and the scales of the model hold, to be saved beside the state dicts of model and optimizer.
+        """The state of the engine and of the model's scales, to be saved with the state dicts of model and optimizer.
 
         loss_scale, float. steps, skipped, and good_steps, those since the last that was skipped: ints. scalings: of
         each tensor that has a scale of its own, by name, a dictionary of format ("e4m3", "e5m2"), warm (whether its
         bound is known) and float32 tensors, copies on the device of the scale: amax [1], bound [1], history
         [amax_history_length], overflows [1], spikes [1]. Scales are those of this rank.
 
-        A run that loads all three goes on as if it had not been interrupted. `torch.load` takes it with
-        ``weights_only``. Gradients are no part of it: call it between steps.
+        A run that loads all three continues as if it had not been interrupted. `torch.load` reads it with
+        ``weights_only``. It does not contain gradients: call it between steps.
 
         Raises RuntimeError before `setup_fp8_training` and between `unscale` and `optimizer_step`.
         """
@@ -195,10 +198,10 @@ class FP8TrainingEngine:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned, with tensors on any device. Model and optimizer load theirs by their own
+        """Load what `state_dict` returned, with tensors on any device. Model and optimizer load theirs by their own
         methods, before or after.
 
-        Raises TypeError where `state_dict` is no dictionary. ValueError: it is not one of an engine, or of another
+        Raises TypeError if `state_dict` is not a dictionary. ValueError: it is not from an engine, or from another
         model or FP8Config; values are looked at where its tensors are on a CPU. RuntimeError before
         `setup_fp8_training` and between `unscale` and `optimizer_step`. Nothing is changed then.
         """
@@ -284,9 +287,7 @@ def _check_targets(targets: Any, loss_fn: Any) -> None:
             f"training_step: loss_fn must be callable, (output, targets) -> loss, got {type(loss_fn).__name__}"
         )
     if targets is None and loss_fn is not None:
-        raise ValueError(
-            "training_step: loss_fn is of no use without targets; pass them, or let the model return its loss"
-        )
+        raise ValueError("training_step: loss_fn needs targets; pass them, or let the model return its loss")
     if targets is None or loss_fn is not None:
         return
     if not isinstance(targets, Tensor):
@@ -294,7 +295,9 @@ def _check_targets(targets: Any, loss_fn: Any) -> None:
             f"training_step: targets must be a tensor, got {type(targets).__name__}; pass a loss_fn for others"
         )
     if targets.dtype == torch.bool or targets.is_complex():
-        raise TypeError(f"training_step: targets are {targets.dtype}; integers and floats are served; pass a loss_fn")
+        raise TypeError(
+            f"training_step: targets are {targets.dtype}; integers and floats are supported; pass a loss_fn"
+        )
 
 
 def _loss(out: Any, targets: Tensor | None, loss_fn: Callable[[Any, Tensor], Tensor] | None) -> Tensor:

@@ -138,18 +138,18 @@ def misfit_of(module: nn.Module) -> str | None:
     if activation is None:
         return "the library does not compute these experts; call optimize first"
     if activation not in GATED:
-        return f"its activation is {activation!r}; {', '.join(map(repr, GATED))} are served"
+        return f"its activation is {activation!r}; {', '.join(map(repr, GATED))} are supported"
     known = getattr(module, _KNOWN, None)
     odd = [name for name, value in _USUAL.items() if known is not None and getattr(known, name) != value]
     if odd:
-        return f"its {odd[0]} is {getattr(known, odd[0])}; {_USUAL[odd[0]]} is served"
+        return f"its {odd[0]} is {getattr(known, odd[0])}; {_USUAL[odd[0]]} is supported"
     biases = [n for n in ("gate_up_proj_bias", "down_proj_bias") if getattr(module, n, None) is not None]
     if biases:
-        return f"it has {biases[0]}; experts without biases are served"
+        return f"it has {biases[0]}; experts without biases are supported"
     if any(w.dtype not in SERVED for w in (module.gate_up_proj, module.down_proj)):
-        return f"its weights are {module.down_proj.dtype}; float32, bfloat16 and float16 are served"
+        return f"its weights are {module.down_proj.dtype}; float32, bfloat16 and float16 are supported"
     _, hidden, inner = module.down_proj.shape
     for name, n in (("hidden size", hidden), ("inner size", inner)):
         if n % 16 or not n:
-            return f"its {name} is {n}; multiples of 16 are served"
+            return f"its {name} is {n}; multiples of 16 are supported"
     return None

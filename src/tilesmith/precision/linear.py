@@ -68,8 +68,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
     other dtypes, with a weight that is a DTensor, or within a transform of torch.func (grad, vmap, jvp) are computed as
     `nn.Linear` does.
 
-    In eval mode activations and gradients are cast by their own largest value, whatever the recipe's history says, and
-    that history does not hear of them: an evaluation between two steps leaves training as it was.
+    In eval mode activations and gradients are scaled by their own largest value and are not recorded in the recipe's
+    history: an evaluation between two steps does not affect training.
     """
 
     def __init__(
@@ -162,10 +162,10 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
 def misfit_of(layer: nn.Linear) -> str | None:
     """Why a linear layer cannot be computed in 8 bits."""
     if layer.weight.dtype not in SERVED:
-        return f"its weight is {layer.weight.dtype}; float32, bfloat16 and float16 are served"
+        return f"its weight is {layer.weight.dtype}; float32, bfloat16 and float16 are supported"
     for name in ("in_features", "out_features"):
         if getattr(layer, name) % 16 or not getattr(layer, name):
-            return f"{name} is {getattr(layer, name)}; multiples of 16 are served"
+            return f"{name} is {getattr(layer, name)}; multiples of 16 are supported"
     return None
 
 

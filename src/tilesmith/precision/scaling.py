@@ -117,9 +117,9 @@ def _median(history: Tensor) -> Tensor:
 
 
 def refresh_fp8(model: nn.Module) -> None:
-    """Cast the weights of a converted model anew. Needed where casts are kept (training mode, and eval mode with
-    `cache_weights_in_eval`), after weights were changed by other means than an optimizer's step, `load_state_dict` or,
-    but under torch.compile, a write that PyTorch counts."""
+    """Cast the weights of a converted model again. Needed if casts are cached (in training mode, and in eval mode with
+    `cache_weights_in_eval`) and weights were changed other than by an optimizer's step, `load_state_dict` or, outside
+    torch.compile, an in-place write that PyTorch counts."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"refresh_fp8: model must be a torch.nn.Module, got {type(model).__name__}; give the model that "

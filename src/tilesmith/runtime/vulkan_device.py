@@ -60,7 +60,7 @@ def _chosen(vk: ModuleType, instance: Any) -> tuple[Any, Any]:
     found = [(vk.vkGetPhysicalDeviceProperties(p), p) for p in vk.vkEnumeratePhysicalDevices(instance)]
     able = [(q, p) for q, p in found if q.apiVersion >= vk.VK_MAKE_VERSION(1, 2, 0)]
     if not able:
-        raise vk.VkErrorIncompatibleDriver("no device knows Vulkan 1.2")
+        raise vk.VkErrorIncompatibleDriver("no device supports Vulkan 1.2")
     wanted = cuda.device_uuid()
 
     def rank(one: tuple[Any, Any]) -> tuple[bool, int]:

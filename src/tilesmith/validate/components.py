@@ -109,7 +109,8 @@ class ComponentValidator:
         size("validate_attention_component", "tokens", tokens)
         if d_model % num_heads:
             raise ValueError(
-                f"validate_attention_component: num_heads is {num_heads}, which does not divide d_model, {d_model}"
+                f"validate_attention_component: num_heads is {num_heads}, which does not divide d_model, {d_model}; "
+                "choose a divisor"
             )
         has = getattr(layer, "num_heads", num_heads)
         if has != num_heads:

@@ -24,10 +24,10 @@ VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 HEAD = """# Triton releases that compile the kernels
 
 Written by `make matrix ARGS=triton`, last on {date} with Python {python}, torch {torch}, for sm_90, without a GPU. A
-cell says how many device kernels the smallest cases of a family launch, all of which the release compiled. That says
-nothing of results: tests run the kernels with the Triton that torch brings ([which ran](torch-releases.md)), and
-Hopper's by [rules of their own](gluon-releases.md). `make matrix ARGS="triton --families norm"` measures a family
-again.
+cell gives the number of device kernels that the smallest cases of a family launch; the release compiled all of them.
+This says nothing about results: tests run the kernels with the Triton that torch brings
+([tested releases](torch-releases.md)), and the Hopper kernels have [rules of their own](gluon-releases.md).
+`make matrix ARGS="triton --families norm"` measures a family again.
 
 """
 

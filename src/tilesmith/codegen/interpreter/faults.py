@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Fault(RuntimeError):
-    """A kernel did what no GPU defines. The message begins with file:line."""
+    """A kernel did something that is undefined on GPUs. The message begins with file:line."""
 
 
 class Race(Fault):

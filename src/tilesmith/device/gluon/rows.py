@@ -291,7 +291,7 @@ def width_refused(cols: int, more_than: int) -> list[str]:
         return []
     return [
         f"rows have {cols} columns; multiples of {LINE} above {more_than}, where Triton's kernels are slower, and up "
-        f"to {WIDEST} are served"
+        f"to {WIDEST} are supported"
     ]
 
 

@@ -15,16 +15,16 @@ from tilesmith.ops.attn.op import attention_vjp
 
 
 def register_for_sdpa() -> None:
-    """Make "tilesmith" known to `torch.nn.attention.activate_flash_attention_impl`; needs a torch that has it.
+    """Register "tilesmith" with `torch.nn.attention.activate_flash_attention_impl`, in a torch that has this function.
 
     Nothing changes until it is activated:
 
         tilesmith.register_for_sdpa()
         torch.nn.attention.activate_flash_attention_impl("tilesmith")
 
-    From then on, on CUDA and ROCm devices, whatever torch gives to FlashAttention runs `ops.attention`: calls of
-    scaled_dot_product_attention in fp16 and bf16 without a mask, and varlen_attn. `restore_flash_attention_impl` takes
-    it back, where torch has that. Raises RuntimeError where torch cannot do this.
+    From then on, on CUDA and ROCm devices, every call that torch dispatches to FlashAttention runs `ops.attention`:
+    scaled_dot_product_attention in fp16 and bf16 without a mask, and varlen_attn. `restore_flash_attention_impl`
+    reverts this, in a torch that has it. Raises RuntimeError if this torch has no such registration.
     """
     try:
         from torch.nn.attention import register_flash_attention_impl

@@ -41,7 +41,7 @@ class FusionStrategy(enum.Enum):
 
 
 class OptimizationLevel(enum.Enum):
-    """How far the fusion goes; each level has the rules of the levels before it.
+    """How far the fusion goes; each level includes the rules of the previous ones.
 
     CONSERVATIVE: one module, or a sum and a norm, becomes one op; every product stays a call of its own layer.
     BALANCED: besides, products and what spans several modules: attention, gated MLPs, experts, adapters, the blocks of
@@ -62,12 +62,12 @@ class FusionConfig:
     """How `create_unified_attention_fusion` fuses a model.
 
     strategy, optimization_level: see their classes; a string is taken as the value of one.
-    enable_mixed_precision: whether a caller's `torch.autocast` reaches the model. False: the model computes in the
-        dtypes of its parameters and inputs also inside one. The library turns none on.
+    enable_mixed_precision: whether a caller's `torch.autocast` applies to the model. False: the model computes in the
+        dtypes of its parameters and inputs even inside one. The library never turns autocast on.
     enable_memory_optimization: gated MLPs compute their inner product again in the backward rather than keep it, and a
         model that is given labels does not keep its logits. False: neither.
-    target_sequence_length: tokens for which `UnifiedAttentionFusion.warm_up` compiles and chooses kernels, or as many
-        as the model has positions, which the report then says.
+    target_sequence_length: tokens for which `UnifiedAttentionFusion.warm_up` compiles and chooses kernels; at most the
+        model's number of positions, and the report says if that is less.
     """
 
     strategy: FusionStrategy = FusionStrategy.FULL_BLOCK
@@ -86,7 +86,7 @@ class FusionConfig:
 
 
 class UnifiedAttentionFusion(nn.Module):
-    """What a model is besides its own class after `create_unified_attention_fusion`; there is no other way to get one.
+    """The class that `create_unified_attention_fusion` adds to a model's own; it is not made directly.
 
     The model stays the object that it was, with its parameters, its state dict, its hooks and its methods.
     """
@@ -112,7 +112,7 @@ class UnifiedAttentionFusion(nn.Module):
     def warm_up(self, *, sample: Any = None, training: bool = True) -> None:
         """Run the model once on one row of `target_sequence_length` tokens, so that kernels are chosen and compiled.
 
-        sample: the model's inputs instead; without it they follow from the model's configuration, or ValueError is
+        sample: the model's inputs instead; without it they are made from the model's configuration, or ValueError is
         raised. training: with a backward. Parameters, gradients, buffers and random numbers are left as they were.
         """
         given = sample_of(self, sample, tokens=self.fusion_config.target_sequence_length)
@@ -121,7 +121,7 @@ class UnifiedAttentionFusion(nn.Module):
             given.step(self, 1, backward=training)
 
     def unfuse(self) -> nn.Module:
-        """Take the fusion back, and what `optimize` did; returns the model, which is of its own class again."""
+        """Revert the fusion and what `optimize` did; returns the model, which has its own class again."""
         return undo(self)
 
 
@@ -163,7 +163,7 @@ def create_unified_attention_fusion(
     Parameters stay the same objects in the same order, so state dicts keep their keys and an optimizer made before goes
     on working. `fused.unfuse()`, or `tilesmith.undo`, takes everything back.
 
-    config: everything at once; the two arguments before it then stay as they are by default.
+    config: a whole configuration, in place of the two arguments before it.
 
     What a strategy or a level leaves out is in the report, with the reason. Blocks that `optimize` compiles or records
     are still compiled or recorded.

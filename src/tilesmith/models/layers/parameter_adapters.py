@@ -56,12 +56,12 @@ def rejection_reason(module: nn.Module, up: str) -> str | None:
     names = adapted(module)
     others = [name for name in names if name not in (up, "down_proj")]
     if others:
-        return f"it also adapts {others[0]}; adapters of {up} and down_proj are served"
+        return f"it also adapts {others[0]}; adapters of {up} and down_proj are supported"
     if len(set(names)) < len(names):
         return f"{names[0]} is wrapped twice"
     several = max(len(_active(wrapper)) for wrapper in chain)
     if several > 1:
-        return f"{several} adapters are active at once; one is served"
+        return f"{several} adapters are active at once; one is supported"
     if any(observed(within) for within in (*chain[1:], inner)):
         return "what it wraps has hooks"
     return None

@@ -125,7 +125,7 @@ def quantised(module: nn.Module) -> str | None:
         if few or hasattr(kept[name], "quant_state") or wraps(kept[name]):
             how = type(parametrized[name][0] if name in parametrized else kept[name]).__name__
             how = str(kept[name].dtype) if how == "Parameter" else how
-            return f"its {name} is quantised ({how}); quantised experts are not served"
+            return f"its {name} is quantised ({how}); quantised experts are not supported"
     return None
 
 

@@ -68,8 +68,8 @@ class Costs:
         fitting = sorted((p for p in self.probes if p.fits and p.peak), key=lambda p: p.batch)
         if len(fitting) < 2:
             raise ValueError(
-                "fake tensors do not get through this model, and it was not run at two batches: move it to the device "
-                "and give calibrate=True"
+                "the model does not run on fake tensors, and it was not run at two batch sizes: move it to the device "
+                "and pass calibrate=True"
             )
         low, high = fitting[0], fitting[-1]
         slope = (high.peak - low.peak) / (high.batch - low.batch)

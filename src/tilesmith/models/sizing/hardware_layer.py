@@ -74,10 +74,11 @@ class HardwareAbstractionLayer:
         batch_size = hal.get_optimal_batch_size(model)
         gigabytes = hal.estimate_memory_usage(model, batch_size)
 
-    target_devices: the devices to fit to, of which the first counts and the others must be of its type. None: the first
-    that is here of cuda (AMD too), xpu, mps and cpu. An empty list means the CPU.
+    target_devices: the devices to fit to; the first one is used, and the others must be of its type. None: the first
+    available of cuda (AMD too), xpu, mps and cpu. An empty list means the CPU.
 
-    Raises TypeError for something that is no device, ValueError for one that is not here or devices of several types.
+    Raises TypeError for something that is not a device, ValueError for a device that is not available and for devices
+    of several types.
     """
 
     def __init__(self, target_devices: list[torch.device] | None = None):
@@ -98,10 +99,11 @@ class HardwareAbstractionLayer:
         kernel of attention.
 
         dtype: the forward runs under autocast to it; it must be one that the device computes in. None: precision is
-        left as it is, and the report says what would fit. exclude: as of `optimize`. `tilesmith.undo` takes back all
-        but the move.
+        left as it is, and the report says what would fit. exclude: as of `optimize`. `tilesmith.undo` reverts
+        everything but the move.
 
-        Raises TypeError for what is no module; ValueError for parameters on meta and for a dtype that does not fit.
+        Raises TypeError if `model` is not a module; ValueError for parameters on meta and for a dtype in which the
+        device does not compute.
         """
         self._check("optimize_for_hardware", model)
         if dtype is not None:
@@ -196,16 +198,17 @@ class HardwareAbstractionLayer:
         """What a step of `batch_size` rows holds at its peak, by kind, from a pass over fake tensors.
 
         sample: the model's inputs, a tensor, a tuple of arguments or a dict of keyword arguments of one batch; None:
-        made from what the model says of itself, `sequence_length` tokens long. sequence_length: without a sample, no
-        more than the model has positions; None: 512, or as many as it has if these are fewer. training: with a
-        backward, before which outputs besides the loss are dropped; else under no_grad, and without an optimizer.
-        optimizer: one that was made, a class, or a function from parameters to one; None: none. calibrate: run fewer
-        rows once, where the model is on the device, and scale by what that took; a model that fake tensors do not get
-        through is run at two batches instead.
+        made from the model's configuration, `sequence_length` tokens long. sequence_length: without a sample, no more
+        than the model has positions; None: 512, or as many as it has if these are fewer. training: with a backward,
+        before which outputs besides the loss are dropped; else under no_grad, and without an optimizer. optimizer: one
+        that was made, a class, or a function from parameters to one; None: none. calibrate: run fewer rows once, where
+        the model is on the device, and scale by what that took; a model that does not run on fake tensors is run at two
+        batch sizes instead.
 
         What was run is remembered until the model's modules, dtypes, checkpointing or frozen parameters change.
 
-        Raises TypeError or ValueError for arguments, for a model whose inputs cannot be told and for one on meta.
+        Raises TypeError or ValueError for invalid arguments, for a model whose inputs cannot be inferred and for one on
+        meta.
         """
         size("memory_estimate", "batch_size", batch_size)
         flag("memory_estimate", "calibrate", calibrate)
@@ -251,7 +254,9 @@ class HardwareAbstractionLayer:
         self._check(who, model)
         flag(who, "training", training)
         if None not in (sample, tokens):
-            raise ValueError(f"{who}: sequence_length is of no use beside sample=, whose tensors have their own length")
+            raise ValueError(
+                f"{who}: sequence_length cannot be combined with sample=, whose tensors have their own length"
+            )
         limit = most_tokens(model) if sample is None else None
         if tokens is not None and size(who, "sequence_length", tokens) > (limit or tokens):
             raise ValueError(
@@ -362,7 +367,7 @@ def _devices(wanted: Sequence[torch.device] | None) -> list[torch.device]:
         known = [d for kind in found.values() for d in kind]
         if there is None and device not in known:
             raise ValueError(
-                f"HardwareAbstractionLayer: {device} is not here; there are {', '.join(str(d) for d in known)}"
+                f"HardwareAbstractionLayer: {device} is not available; there are {', '.join(str(d) for d in known)}"
             )
         devices.append(device)
     if len({device.type for device in devices}) > 1:

@@ -100,13 +100,13 @@ class MemoryMonitor:
         print(monitor.report)
 
     Bytes of parameters, gradients and optimizer state are counted; activations are what autograd saves while a module's
-    own forward runs, each storage once and for the first module that saves it; what checkpointing recomputes and what
-    is offloaded is not among them. Peaks come from the allocator of an accelerator; on a CPU they are counted per
-    operator, without the scratch memory of libraries.
+    own forward runs, each storage once and for the first module that saves it; recomputed and offloaded tensors are not
+    counted. Peaks come from the allocator of an accelerator; on a CPU they are counted per operator, without the
+    scratch memory of libraries.
 
-    config: bounds of the whole step, in GB of 10^9 bytes; a MemoryConfig that is entered bounds single ops. Above
-    `max_memory_gb` (target_memory_gb if None) `step` raises MemoryError at its end, with the numbers and what would
-    reduce them; between target and maximum, and below `min_memory_gb`, the report says so.
+    config: bounds of the whole step, in GB of 10^9 bytes; a MemoryConfig used as a context manager bounds single ops.
+    Above `max_memory_gb` (target_memory_gb if None) `step` raises MemoryError at its end, with the numbers and what
+    would reduce them; between target and maximum, and below `min_memory_gb`, the report says so.
 
     Raises TypeError for arguments of another kind, ValueError for a model on meta.
     """
@@ -130,7 +130,7 @@ class MemoryMonitor:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[MemoryMonitor]:
-        """Watch what is done inside: a forward and, if there, a backward and an optimizer's step."""
+        """Watch the steps run inside: a forward and, if there are any, a backward and an optimizer's step."""
         kept = any(p.grad is not None for p in self.model.parameters())
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         saved = _Saved(self.model)

@@ -120,7 +120,7 @@ def sample_of(model: nn.Module, sample: Any = None, *, tokens: int = 512) -> Sam
     found = _of_transformers(model, tokens) or _of_modules(model, tokens)
     if found is None:
         raise ValueError(
-            f"the inputs of {original_class(type(model)).__name__} cannot be told from the model; give sample=, a "
+            f"the inputs of {original_class(type(model)).__name__} cannot be inferred from the model; give sample=, a "
             "tensor, a tuple or a dict of one batch"
         )
     return found.on(device)

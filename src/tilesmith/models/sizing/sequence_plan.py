@@ -133,22 +133,23 @@ def fit_sequence(
 
     Each decoder layer is checkpointed (`torch.utils.checkpoint`): only its input is kept, and `keep` says how. Gated
     MLPs are tiled over tokens, forward and backward. Call it after `optimize` and PEFT, with the model on its device.
-    To learn what a layer takes, one layer of each kind is run forward and backward on a few tokens; the model is left
-    as it was.
+    To measure what a layer takes, one layer of each kind is run forward and backward on a few tokens; the model is left
+    unchanged.
 
-    The plan holds while the model trains: in evaluation mode no layer is checkpointed. It stays where a trainer
-    switches gradient checkpointing on, whose arguments are not looked at. ``print(plan)`` says where it is off.
+    The plan holds while the model trains: in evaluation mode no layer is checkpointed. It also stays when a trainer
+    switches on gradient checkpointing, whose arguments are then ignored. ``print(plan)`` says where it is off.
 
     Args:
         model: a transformers model of decoder layers, wrapped (PEFT) or not.
-        tokens, batch: of a step. Shorter ones may be run; longer ones run, too, if they fit.
-        memory: bounds of the whole step on the device, in which parameters count: at most `max_memory_gb`, and
-            `target_memory_gb` where that can be had. None: what the device has.
+        tokens, batch: the tokens of a sequence and the sequences of a step. Smaller steps may be run, and larger ones
+        too if they fit.
+        memory: bounds of the whole step on the device, parameters included: at most `max_memory_gb`, and
+            `target_memory_gb` if that is possible. None: what the device has.
         keep: "device": inputs as they are. "host": in host memory, as they are; on an accelerator pinned, copied on a
             stream of its own while layers compute. Gradients are those of plain checkpointing, bit for bit, with both.
             "e4m3": on the device in 8 bits with a factor for each token, so that a layer is differentiated at an input
-            that is off by at most 1/16 of each element, about 2.6 % in the root of the mean square. "auto": on the
-            device what fits; else the first layers' in host memory; else as few as possible in e4m3.
+            in which each element is off by at most 1/16, about 2.6 % root mean square. "auto": on the device what fits;
+            else the first layers' in host memory; else as few as possible in e4m3.
         host_memory_gb: host memory to take at most, in GB of 10^9 bytes. None: what is available, less 4 GB.
         tile_tokens: tokens of a tile of an MLP. None: as many as need no more than half a hidden state of all tokens,
             but no fewer than 128.
@@ -157,10 +158,10 @@ def fit_sequence(
         The plan. `plan.undo()` takes it back, as `tilesmith.undo(model)` does together with `optimize`.
 
     Raises:
-        TypeError: an argument of another type. ValueError: no layers that transformers can checkpoint; a model of other
-        inputs than `input_ids`; more tokens than a table of positions has; blocks recorded or compiled by `optimize`;
-        parameters on several devices or on meta; another `keep`; or nothing fits, with the bytes that are missing and
-        the most tokens that would.
+        TypeError: an argument of another type. ValueError: no layers that transformers can checkpoint; a model whose
+        inputs are not `input_ids`; more tokens than a table of positions has; blocks recorded or compiled by
+        `optimize`; parameters on several devices or on meta; another `keep`; or nothing fits, with the bytes that are
+        missing and the most tokens that would.
     """
     _check(model, tokens, batch, memory, keep, host_memory_gb, tile_tokens)
     release(model)
@@ -236,14 +237,16 @@ def _device(model: nn.Module, layers: dict[str, nn.Module]) -> torch.device:
     if not layers:
         raise ValueError(
             f"fit_sequence: {name} has no layers that transformers can checkpoint (GradientCheckpointingLayer); models "
-            "of transformers that support gradient checkpointing are served"
+            "of transformers that support gradient checkpointing are supported"
         )
     given = getattr(model, "main_input_name", "input_ids")
     if given != "input_ids":
-        raise ValueError(f"fit_sequence: {name} takes {given}; models of input_ids are served, whose rows are tokens")
+        raise ValueError(
+            f"fit_sequence: {name} takes {given}; models of input_ids are supported, whose rows are tokens"
+        )
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"fit_sequence: {name} has an encoder and a decoder; models of one stack are served")
+        raise ValueError(f"fit_sequence: {name} has an encoder and a decoder; models of one stack are supported")
     fixed = [n for n, layer in layers.items() if any(isinstance(form, BlockForm) for form in forms(layer))]
     if fixed:
         raise ValueError(
@@ -253,7 +256,7 @@ def _device(model: nn.Module, layers: dict[str, nn.Module]) -> torch.device:
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"fit_sequence: the parameters are on {found}; one device is served")
+        raise ValueError(f"fit_sequence: the parameters are on {found}; one device is supported")
     (device,) = devices
     if device.type == "meta":
         raise ValueError("fit_sequence: the parameters are on meta; load the model onto its device first")

@@ -66,7 +66,7 @@ def block_pattern(
     block: int = 128,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Block lists of a pattern that looks at no queries and keys, and their transpose, on seed's device.
+    """Block lists of a pattern that does not depend on queries and keys, and their transpose, on seed's device.
 
     Row r keeps counts[r] of the v[r] columns that it sees: one, if it sees any, and of the n other columns of all rows
     up to it floor(n * rest / all others) together, where rest is floor((1 - sparsity_ratio) * seen columns) less one a

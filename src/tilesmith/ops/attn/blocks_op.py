@@ -30,9 +30,9 @@ def _check_pair(op: str, q: Tensor, k: Tensor, scale: float | None, **sizes: int
     for name, x in (("q", q), ("k", k)):
         floating(op, name, x)
     if k.dtype != q.dtype:
-        raise TypeError(f"{op}: k has dtype {k.dtype}, q has {q.dtype}; they must agree")
+        raise TypeError(f"{op}: k has dtype {k.dtype}, q has {q.dtype}; they must match")
     if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"{op}: scale must be a positive number, got {scale}; put a sign into q")
+        raise ValueError(f"{op}: scale must be a positive number, got {scale}; to change the sign, negate q")
     for name, size in sizes.items():
         if not 1 <= size <= LARGEST:
             raise ValueError(f"{op}: {name} must be from 1 to {LARGEST}, got {size}")
@@ -149,7 +149,9 @@ def _check_pattern(seed, pattern, tokens, keys, sparsity_ratio=0.9, lists=1, blo
         raise ValueError(f"{op}: sparsity_ratio must be from 0 to {patterns.LARGEST_SPARSITY}, got {sparsity_ratio}")
     entries = lists * patterns.row_budget(tokens, keys, block, causal, sparsity_ratio).total
     if entries >= 1 << 31:
-        raise ValueError(f"{op}: {lists} lists have {entries} entries; fewer than 2**31 are served: take larger blocks")
+        raise ValueError(
+            f"{op}: {lists} lists have {entries} entries; fewer than 2**31 are supported: take larger blocks"
+        )
 
 
 def _fake_scores(q, k, scale=None, causal=False, block_q=128, block_k=128) -> Tensor:

@@ -20,7 +20,7 @@ def block_scores(
     block_q: int = 128,
     block_k: int = 128,
 ) -> Tensor:
-    """How much each block of queries has to do with each block of keys: log(sum of exp(scale q . k)) over its pairs.
+    """The score of each block of keys for each block of queries: log(sum of exp(scale q . k)) over its pairs.
 
     Args:
         q: [B, H, T, D], fp64, fp32, fp16 or bf16, any strides.
@@ -209,7 +209,7 @@ def block_shares(
 def block_select(
     scores: Tensor, counts: Tensor, visible: Tensor, mass: float = 1.0, first: int = 0, last: int = 0
 ) -> Tensor:
-    """Which blocks of keys each block of queries keeps: bool [B, L, R, C], contiguous.
+    """The blocks of keys that each block of queries keeps: bool [B, L, R, C], contiguous.
 
     Of the first visible[r] columns a row keeps the counts[r] best: its `last` last ones (from the diagonal backward),
     then its `first` first ones, then by score, the leftmost of equal ones. With mass < 1 scores must be shares, none
@@ -245,7 +245,7 @@ def block_select(
 
 
 def block_lists(keep: Tensor, room: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Block lists of a table, without asking the device how many entries there are.
+    """Block lists from a boolean table, without waiting for the device to count its entries.
 
     Args:
         keep: bool [B, L, R, C].

@@ -54,8 +54,8 @@ def _check(
         small = name in ("k_cache", "v_cache") and x.dtype in SMALL
         if x.dtype not in FLOATS and not small:
             raise TypeError(
-                f"kv_cache_append: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are served, in "
-                "caches also float8_e4m3fn and float8_e5m2"
+                f"kv_cache_append: {name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are supported, "
+                "in caches also float8_e4m3fn and float8_e5m2"
             )
         if x.device != k_cache.device:
             raise ValueError(
@@ -72,7 +72,7 @@ def _check_gradients(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"kv_cache_append: {name} requires a gradient, and writing into a cache has none; "
+                f"kv_cache_append: {name} requires a gradient, but writing into a cache has none; "
                 "call it under torch.no_grad() or with detached tensors"
             )
 
@@ -125,7 +125,7 @@ def _check_places(k_cache: Tensor, k: Tensor, lengths: Tensor, page_table: Tenso
         if k_cache.shape[0] != batch:
             raise ValueError(
                 f"kv_cache_append: k_cache has {k_cache.shape[0]} rows, k has {batch}; "
-                "they must agree unless page_table is given"
+                "they must match unless page_table is given"
             )
     elif page_table.ndim != 2 or page_table.shape[0] != batch:
         raise ValueError(
@@ -147,7 +147,7 @@ def _check_rotation(k: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
             f"kv_cache_append: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(cos.shape)} {cos.dtype}; "
-            "they must agree"
+            "they must match"
         )
     tokens = reference.longest(k, q)
     per_token = cos.ndim == 3 and (cos.shape[0] == 1 or cos.shape[0] == batch) and cos.shape[1] == tokens
@@ -172,7 +172,7 @@ def _check_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_sc
         if scale.dtype not in FLOATS:
             raise TypeError(
                 f"kv_cache_append: {name}_scale has dtype {scale.dtype}; float16, bfloat16, float32 and float64 "
-                "are served"
+                "are supported"
             )
         if scale.device != cache.device:
             raise ValueError(

@@ -61,7 +61,7 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
     for name, x in (("q", q), ("k", k), ("v", v)):
         small = x.dtype.itemsize == 1 and x.dtype not in (torch.bool, torch.uint8)
         if x.dtype not in FLOATS and not small:
-            raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are served")
+            raise TypeError(f"attention: {name} has dtype {x.dtype}; float64, float32, float16, bfloat16 are supported")
     for name, x, factor in (("q", q, q_scale), ("k", k, k_scale), ("v", v, v_scale)):
         if factor is None and name == "q" and x.dtype.itemsize == 1:
             raise TypeError(f"attention: q has dtype {x.dtype}; give q_scale with it, or cast it to the dtype of out")
@@ -113,7 +113,7 @@ def _check_numbers(
     scale, window_left, window_right, softcap, dropout_p, max_seqlen_q, max_seqlen_k, block_q, block_k
 ) -> None:
     if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"attention: scale must be a positive number, got {scale}; put a sign into q")
+        raise ValueError(f"attention: scale must be a positive number, got {scale}; to change the sign, negate q")
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"attention: softcap must be 0 (none) or a positive number, got {softcap}")
     if not 0.0 <= dropout_p < 1.0:
@@ -199,7 +199,7 @@ def check_merge(
     results must have one dtype."""
     for which, x in (("out_a", out_a), ("out_b", out_b)):
         if x.dtype not in FLOATS:
-            raise TypeError(f"{name}: {which} has dtype {x.dtype}; float16 to float64 and bfloat16 are served")
+            raise TypeError(f"{name}: {which} has dtype {x.dtype}; float16 to float64 and bfloat16 are supported")
         if alike and x.dtype != out_a.dtype:
             raise TypeError(f"{name}: out_b must have out_a's dtype {out_a.dtype}, got {x.dtype}")
         if x.ndim < 2 or x.shape != out_a.shape:

@@ -42,11 +42,11 @@ def _check(
     for x_name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in checks.FLOATS or x.dtype != q.dtype:
             raise TypeError(
-                f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is served, one for all"
+                f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is supported, one for all"
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name}: {x_name} requires a gradient, and rounding has none; call it under torch.no_grad(), or "
+                f"{name}: {x_name} requires a gradient, but rounding has none; call it under torch.no_grad(), or "
                 "attention_fp8, which has one"
             )
     checks.check_shapes(name, q, k, v)
@@ -68,7 +68,7 @@ def _check_angles(name: str, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tens
     batch, keys = k.shape[0], k.shape[2]
     for x_name, x in (("cos", cos), ("sin", sin)):
         if x.dtype not in checks.FLOATS:
-            raise TypeError(f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is served")
+            raise TypeError(f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is supported")
         checks.same_device(x_name, x, q, name)
         batches = x.ndim == 2 or (x.ndim == 3 and x.shape[0] in (1, batch))
         if not batches or x.shape[-2] < keys or not 0 < 2 * x.shape[-1] <= q.shape[3] or x.shape != cos.shape:
@@ -109,18 +109,19 @@ def attention_fp8(
 
     q [B, H, T, D], k [B, G, S, D], v [B, G, S, Dv], mask and score: as `attention` takes them, except packed documents
     and a score with a bias. cos, sin, interleaved: q and k are rotated first, as `attention_quantize` does it; the
-    gradients are those of q and k as they came. granularity, smooth, rotate: as `attention_quantize` takes them; smooth
-    None is True without softcap, rotate None is True where D is a power of two. Under autocast q, k and v are cast.
+    gradients are those of the q and k passed in. granularity, smooth, rotate: as `attention_quantize` takes them;
+    smooth: None means True without a softcap; rotate: None means True where D is a power of two. Under autocast q, k
+    and v are cast.
 
     Forward: q, k and v are quantised (`attention_quantize`), and `attention` takes them so. out has q's dtype, by way
     of bf16. On Hopper e4m3 numbers are multiplied (backend `hopper_fp8`: head dims from 64 to 128 that are multiples of
     16, causal or no mask), and p is rounded to e4m3, for lse too. Elsewhere, and with other masks or scores, kernels
-    for bf16 get the numbers in bf16, which takes longer than `attention` does. NaN and infinities must not come, not in
-    keys that nobody sees either: they reach what shares their factor or mean.
+    for bf16 get the numbers in bf16, which takes longer than `attention` does. Inputs must not contain NaN or infinity,
+    not even in keys that no query sees: they spread to whatever shares their factor or mean.
     Backward: that of `attention` at the values that the forward multiplied, as if they had not been rounded; e4m3
     values and factors are all that is kept of q, k and v. It multiplies in bf16, which has those values exactly, or in
-    fp32 and fp64 for such inputs. Gradients are off by more than out: at head dim 128, where scores have a standard
-    deviation of 1, by 5 % (out by 5 %), of 4 by 11 % (9 %), of 8 by 21 % (11 %), of 16 by 35 % (15 %).
+    fp32 and fp64 for such inputs. Gradients have larger errors than out: at head dim 128, for scores with a standard
+    deviation of 1, 5 % (out 5 %), of 4 11 % (9 %), of 8 21 % (11 %), of 16 35 % (15 %).
     Raises ValueError or TypeError as `attention` and `attention_quantize` do.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -132,7 +133,7 @@ def attention_fp8(
     if score.bias is not None:
         raise ValueError("attention_fp8: score has a bias, which has no gradient here; use attention")
     if score.softcap and smooth:
-        raise ValueError("attention_fp8: smooth moves scores, which a softcap does not forgive; pass smooth=False")
+        raise ValueError("attention_fp8: smooth shifts the scores, which a softcap does not allow; pass smooth=False")
     checks.check_shapes("attention_fp8", q, k, v)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -48,14 +48,14 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys each query sees: those that everything given here agrees on.
+    """Which keys each query sees: those that all restrictions given here allow.
 
     Positions are aligned bottom right: the last query and the last valid key have the same one.
 
-    causal: no key behind the query. window: (left, right) keys around the query, -1 unlimited; one number w means
-    (w, w), or (w, 0) if causal. prefix: int32 [B], keys before it are seen whatever causal and window say. documents:
-    int32 ids [B, T] for queries and keys alike, or a pair ([B, T], [B, S]); only equal ids see each other. dense: bool,
-    broadcastable to [B, H, T, S], True may attend. blocks: block lists.
+    causal: no key after the query is seen. window: (left, right) keys around the query, -1 unlimited; one number w
+    means (w, w), or (w, 0) if causal. prefix: int32 [B], keys before it are seen whatever causal and window say.
+    documents: int32 ids [B, T] for queries and keys alike, or a pair ([B, T], [B, S]); only equal ids see each other.
+    dense: bool, broadcastable to [B, H, T, S], True may attend. blocks: block lists.
     """
 
     causal: bool = False
@@ -71,7 +71,7 @@ class Mask:
             self._sides(self.window)
 
     def lower(self) -> dict[str, Any]:
-        """The arguments of the op that say the same; what is not restricted is left out."""
+        """The same mask as arguments of the op; unrestricted fields are left out."""
         lowered: dict[str, Any] = {}
         if self.causal:
             lowered["causal"] = True
@@ -125,8 +125,8 @@ class Mask:
     ) -> Tensor:
         """The mask as a bool tensor [B, H|1, T, S]; `batch` and `heads` must be given where a tensor here has them.
 
-        device: where, if no tensor here says; "cpu" if None. The other arguments are those of `attention`, and so are
-        the errors for what does not fit.
+        device: where to make it if no field is a tensor; "cpu" if None. The other arguments and the errors are those of
+        `attention`.
         """
         lowered = {"kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, **self.lower()}
         given = [x for x in lowered.values() if isinstance(x, Tensor)]
@@ -143,7 +143,7 @@ class Score:
     """How scores are made from q . k.
 
     scale: factor, 1/sqrt(head dim) if None. softcap: c > 0 bends a scaled score s to c * tanh(s / c). alibi: slopes [H]
-    or [B, H], of N packed documents [N, H], fp32; slope * |distance| is taken off. bias: added, broadcastable to
+    or [B, H], of N packed documents [N, H], fp32; slope * |distance| is subtracted. bias: added, broadcastable to
     [B, H, T, S]; it gets a gradient.
     """
 
@@ -158,7 +158,7 @@ class Score:
         number("Score", "softcap", self.softcap, 0.0)
 
     def lower(self) -> dict[str, Any]:
-        """The arguments of the op that say the same; what is not asked for is left out."""
+        """The same score as arguments of the op; unused fields are left out."""
         lowered: dict[str, Any] = {}
         if self.scale is not None:
             lowered["scale"] = float(self.scale)

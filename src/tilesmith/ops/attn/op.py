@@ -217,7 +217,7 @@ def attention(
 
     out has q's dtype and memory order, lse is fp32 (fp64 for fp64), the natural logarithm of the softmax's denominator.
     GPUs compute head dims below 16 or not divisible by 8 on copies with columns of zeros; out is then a view of one.
-    A query that sees no key gets out 0, lse -inf and zero gradients; NaN in keys that nobody sees reaches nothing.
+    A query that sees no key gets out 0, lse -inf and zero gradients; NaN in keys that no query sees affects nothing.
     Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit, and
     TypeError with the right spelling for names that other libraries use (misplaced), such as causal=True.
     The meaning in full: `tilesmith.ops.attn.reference.attention`. Source: Dao, "FlashAttention-2", 2023.
@@ -294,7 +294,7 @@ def _spelled(misplaced: dict[str, Any]) -> str:
     told = []
     for name, value in misplaced.items():
         if name == "enable_gqa":
-            do = ": leave it out: heads of q that share one of k and v are served as they are"
+            do = ": leave it out: heads of q that share one of k and v need no expanding"
         elif name in _SPELLINGS:
             do = f": write {_SPELLINGS[name]}"
         else:

@@ -18,7 +18,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _check(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype.itemsize == 1:
-            raise TypeError(f"attention_partial: {name} has dtype {x.dtype}; values of 8 bits are not served")
+            raise TypeError(f"attention_partial: {name} has dtype {x.dtype}; 8-bit values are not supported")
     checks.check_attention(q, k, v, *rest)
 
 
@@ -34,7 +34,7 @@ def _check_accumulate(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     for name, x in tensors.items():
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"accumulate_attention: {name} requires a gradient, and adding in place has none; call it under "
+                f"accumulate_attention: {name} requires a gradient, but adding in place has none; call it under "
                 "torch.no_grad(), or merge_attention"
             )
 

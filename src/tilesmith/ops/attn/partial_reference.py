@@ -9,9 +9,9 @@ from tilesmith.ops.attn.arguments import attention_arguments
 
 @attention_arguments
 def attention_partial(call) -> tuple[Tensor, Tensor]:
-    """`attention` over some of the keys, whose out is not rounded: fp32 where q, k and v have 16 bits.
+    """`attention` over a subset of the keys with an unrounded out: fp32 where q, k and v have 16 bits.
 
-    It takes what `ops.attn.reference.attention` takes, but for values of 8 bits. Results of other keys are added by
+    It takes the arguments of `ops.attn.reference.attention`, except 8-bit values. Results of other keys are added by
     `accumulate_attention`; the sum is rounded when it is complete.
 
     Returns out [B, H, T, Dv], at least fp32, in the memory order of attention's, and lse [B, H, T]. Raises ValueError
@@ -30,8 +30,9 @@ def eps_of_values(call) -> dict[str, float]:
 def accumulate_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
     """`merge_attention` in place: out_a becomes attention over both sets of keys, whose lse is returned.
 
-    out_a [..., Dv], written; out_b of its shape, of any floating dtype; lse_a, lse_b [...] fp32 (fp64 for fp64). What
-    counts for nothing (lse -inf) may hold anything, on either side: out_a need not be filled before its lse is.
+    out_a [..., Dv], written; out_b of its shape, of any floating dtype; lse_a, lse_b [...] fp32 (fp64 for fp64).
+    Entries whose lse is -inf are ignored on either side, whatever out holds: out_a need not be initialised where lse_a
+    is -inf.
 
     Returns lse [...], contiguous; computed in fp32. Raises ValueError or TypeError for shapes, dtypes and devices that
     do not fit, for memory that out_a shares with itself, and for tensors that require a gradient.

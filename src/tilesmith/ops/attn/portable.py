@@ -47,9 +47,9 @@ def _reasons(call) -> list[str]:
     if call.window_left >= 0 or (call.window_right >= 0 and not call.causal):
         found.append("window: only causal masks are known")
     if call.q.cols != call.v.cols:
-        found.append(f"the head dims are {call.q.cols} and {call.v.cols}; one for all is served")
+        found.append(f"the head dims are {call.q.cols} and {call.v.cols}; one for all is supported")
     elif call.q.cols % 4 or not 4 <= call.q.cols <= 256:
-        found.append(f"the head dim is {call.q.cols}; multiples of 4 up to 256 are served")
+        found.append(f"the head dim is {call.q.cols}; multiples of 4 up to 256 are supported")
     if not found:
         try:
             _config(call.q.cols, call.q.dtype, call.q.device, backend_of(call.q.device), call.causal)

@@ -31,10 +31,10 @@ def attention_quantize(
 
     cos, sin [P, R/2] or [B or 1, P, R/2], P >= S, any floating dtype: q and k are rotated by these angles first, as
       `rope` does it (interleaved is its own, too), key j by angle j and query i by angle i + S - T; T <= S.
-    smooth: the mean of each kv head's keys is taken off them: of all, or from 4,096 tokens on of the blocks of 128 that
-      `smoothed_step` picks, 2,048 tokens at least. That moves all scores of a query by one number, so `out` is what it
-      was and lse = lse of the quantised values + scale * shift, where shift [B, H, T] fp32 is q . mean (empty if not
-      smooth). It is right without softcap and sinks only. Source: SageAttention, 2024.
+    smooth: the mean of each kv head's keys is subtracted from them: of all, or from 4,096 tokens on of the blocks of
+      128 that `smoothed_step` picks, 2,048 tokens at least. That moves all scores of a query by one number, so `out` is
+      what it was and lse = lse of the quantised values + scale * shift, where shift [B, H, T] fp32 is q . mean (empty
+      if not smooth). It is right without softcap and sinks only. Source: SageAttention, 2024.
     rotate: rows of q and k are multiplied by the Hadamard matrix of order D over sqrt(D), which leaves q . k as it is
       and spreads a large element over its row; D must be a power of two. Source: QuaRot, 2024; FlashAttention-3.
     granularity: whose largest absolute element a factor comes from: a "block" of 128 tokens of a head, a "head" of a

@@ -216,15 +216,16 @@ def attention_vjp(
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each.
+    """Attention over two disjoint sets of keys, merged from the results for each.
 
     out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] fp32 (fp64 for fp64): the results of `attention` over each
     set. lse = log(exp(lse_a) + exp(lse_b)), out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse). A side with lse
-    -inf counts for nothing, whatever its `out` holds; two such sides give out 0 and lse -inf. An lse of NaN makes both
-    results NaN.
+    -inf is ignored, whatever its `out` holds; if both are -inf, out is 0 and lse -inf. An lse of NaN makes both results
+    NaN.
 
     Returns out [..., Dv] (of 4-dim results, in memory [B, T, H, Dv] if out_a's head stride is smaller than its token
-    stride, else contiguous) and lse [...], contiguous; computed in fp32.
+    stride, else contiguous) and lse [...], contiguous; computed in fp32. Raises TypeError for dtypes, ValueError for
+    shapes and devices that do not fit.
     """
     lse, share_a, share_b = _shares(lse_a, lse_b)
     acc = lse.dtype

@@ -58,7 +58,7 @@ def _check_tensors(op: str, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; move them to one device")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{op}: {name} requires a gradient, and writing has none; call it under torch.no_grad() or with "
+                f"{op}: {name} requires a gradient, but writing has none; call it under torch.no_grad() or with "
                 "detached tensors"
             )
         if name.startswith("into") and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride())):
@@ -70,12 +70,12 @@ def _check_tensors(op: str, tensors: dict[str, Tensor]) -> None:
     if "more_a" in tensors and tensors["more_b"].shape[2] != tensors["more_a"].shape[2]:
         raise ValueError(
             f"{op}: more_b has {tensors['more_b'].shape[2]} tokens, more_a {tensors['more_a'].shape[2]}; "
-            "they must have as many"
+            "they must have equally many"
         )
     if tensors["into_b"].shape[2] != tensors["into_a"].shape[2]:
         raise ValueError(
             f"{op}: into_b has {tensors['into_b'].shape[2]} tokens, into_a {tensors['into_a'].shape[2]}; "
-            "they must have as many"
+            "they must have equally many"
         )
 
 

@@ -45,7 +45,7 @@ def _check_values(op: str, q: Tensor, k: Tensor, scale: float | None) -> None:
             raise ValueError(f"{op}: {name} must be [batch, heads, tokens, head dim], got {list(x.shape)}")
         floating(op, name, x)
     if k.dtype != q.dtype:
-        raise TypeError(f"{op}: k has dtype {k.dtype}, q has {q.dtype}; they must agree")
+        raise TypeError(f"{op}: k has dtype {k.dtype}, q has {q.dtype}; they must match")
     if k.device != q.device:
         raise ValueError(f"{op}: k is on {k.device}, q on {q.device}; move them to one device")
     batch, heads, _, dim = q.shape
@@ -57,7 +57,7 @@ def _check_values(op: str, q: Tensor, k: Tensor, scale: float | None) -> None:
             "give k a number of heads that does"
         )
     if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"{op}: scale must be a positive number, got {scale}; put a sign into q")
+        raise ValueError(f"{op}: scale must be a positive number, got {scale}; to change the sign, negate q")
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor, scale: float | None = None, causal: bool = False) -> None:

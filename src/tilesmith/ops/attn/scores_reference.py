@@ -56,10 +56,10 @@ def attention_weights_vjp(
 
 
 def attention_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest scaled score of each row, m, and the row's sum of exp(score - m), l, which `attention` joins in lse.
+    """The largest scaled score of each row, m, and the row's sum of exp(score - m), l; together they give lse.
 
     q, k, scale, causal: see `attention_weights`. Returns m and l, [B, H, T], contiguous, fp32 (fp64 for fp64), so that
-    m + log(l) = lse and 1 <= l <= S. A row that sees no key has m = -inf and l = 0.
+    m + log(l) = lse and 1 <= l <= S. A row that sees no key has m = -inf and l = 0. Raises as `attention_weights` does.
     """
     scores = _scores(q, k, scale, causal)
     if scores.shape[-1] == 0:

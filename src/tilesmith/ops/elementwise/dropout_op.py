@@ -49,7 +49,7 @@ def _check_bias_dropout_residual(
     if residual.shape != x.shape:
         raise ValueError(f"{name}: residual has shape {tuple(residual.shape)}; it must equal x's, {tuple(x.shape)}")
     if residual.dtype != x.dtype:
-        raise TypeError(f"{name}: residual has dtype {residual.dtype}, x has {x.dtype}; they must agree")
+        raise TypeError(f"{name}: residual has dtype {residual.dtype}, x has {x.dtype}; they must match")
     if residual.device != x.device:
         raise ValueError(f"{name}: residual is on {residual.device}, x on {x.device}; move them to one device")
     check_dropout(name, x, seed, p)
@@ -93,9 +93,9 @@ def bias_dropout(
 ) -> Tensor:
     """dropout(x + bias): an element is zeroed with probability p, else divided by 1 - p.
 
-    x: [..., F], floating. bias: [F] or None. p: rounded to a multiple of 2^-16, since 16 random bits decide over an
-    element; what is kept is divided by the exact probability with which it is. training: False drops nothing. seed:
-    int64 [2] = (seed, offset) fixes what is dropped; None draws one from the default generator of x's device, as
+    x: [..., F], floating. bias: [F] or None. p: rounded to a multiple of 2^-16, since each element draws 16 random
+    bits; kept elements are divided by the exact probability of keeping them. training: False drops nothing. seed: int64
+    [2] = (seed, offset) fixes what is dropped; None draws one from the default generator of x's device, as
     `torch.manual_seed` sets it.
 
     Returns a contiguous tensor of x's shape and dtype; saves nothing of x's size for the gradient. Raises ValueError or

@@ -51,7 +51,7 @@ def _check_pair(op: str, gate: Tensor, up: Tensor, names: tuple[str, str] = ("ga
             "expand what would broadcast"
         )
     if up.dtype != gate.dtype:
-        raise TypeError(f"{op}: {second} has dtype {up.dtype}, {first} has {gate.dtype}; they must agree")
+        raise TypeError(f"{op}: {second} has dtype {up.dtype}, {first} has {gate.dtype}; they must match")
     if up.device != gate.device:
         raise ValueError(f"{op}: {second} is on {up.device}, {first} on {gate.device}; move them to one device")
 

@@ -68,7 +68,7 @@ def _reasons(call) -> list[str]:
 def _vjp_reasons(call) -> list[str]:
     found = portable.reasons(call, "gate")
     if call.dout.dtype != call.gate.dtype:
-        found.append(f"dout has dtype {call.dout.dtype}, gate {call.gate.dtype}; one for both is served")
+        found.append(f"dout has dtype {call.dout.dtype}, gate {call.gate.dtype}; one for both is supported")
     return found
 
 

@@ -119,7 +119,7 @@ def add_relu_vjp(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(x + bias, approximate), element by element: what follows the first projection of an MLP.
+    """gelu(x + bias, approximate), element by element, as after the first projection of an MLP.
 
     Args:
         x: [..., F], floating, any strides.

@@ -12,7 +12,7 @@ def matmul(a: Tensor, b: Tensor) -> None:
     floating("matmul", "a", a)
     floating("matmul", "b", b)
     if a.dtype != b.dtype:
-        raise TypeError(f"matmul: b has dtype {b.dtype}, a has {a.dtype}; they must agree")
+        raise TypeError(f"matmul: b has dtype {b.dtype}, a has {a.dtype}; they must match")
     if a.ndim == 0:
         raise ValueError("matmul: a is a scalar; it must be [..., K]")
     if b.ndim != 2 or b.shape[0] != a.shape[-1]:

@@ -14,10 +14,10 @@ def lora_linear(
 ) -> tuple[Tensor, Tensor]:
     """y = x · weightᵀ + bias + scale · (x · lora_aᵀ) · lora_bᵀ: a linear layer with a low-rank adapter (LoRA).
 
-    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is what the adapter adds.
-    lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, whatever x has: fp32 factors beside 16-bit x
-    are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does. Sums
-    are fp32 (fp64 for fp64).
+    x: [..., K]. weight: [N, K] and bias: [N], as in `linear`; without a weight, y is the adapter's contribution alone.
+    lora_a: [R, K], lora_b: [N, R], in any strides and any floating dtypes, independent of x's: fp32 factors with 16-bit
+    x are not rounded to 16 bits. The base product is rounded to x's dtype before the adapter is added, as PEFT does.
+    Sums are fp32 (fp64 for fp64).
 
     Returns y [..., N], contiguous, in x's dtype. Saved for the backward: x, weight, lora_a, lora_b and
     z = x · lora_aᵀ, [..., R] in fp32. Under autocast x is cast, weight and bias follow it, and factors stay as they

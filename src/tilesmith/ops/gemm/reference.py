@@ -17,7 +17,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product a · b, where a may have any leading dims and b is one matrix.
 
     a: [..., M, K] or [K]. b: [K, N], of a's dtype; both in any strides. Leading dims of a are rows like M: there is no
-    broadcasting, and b has no batch (torch.matmul serves those). Sums are fp32 (fp64 for fp64); fp32 operands are
+    broadcasting, and b has no batch (use torch.matmul for those). Sums are fp32 (fp64 for fp64); fp32 operands are
     multiplied as torch.backends.cuda.matmul says (TF32 or not). Rounded once.
 
     Returns [..., M, N] or [N], contiguous, in a's dtype. Saved for the backward: a and b. Under autocast both are cast.
@@ -50,8 +50,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Rounded once.
 
     Returns y [..., N], contiguous. Saved for the backward: the inputs. Gradients have their input's dtype. dbias is
-    summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (but on accelerators other than CUDA,
-    whose libraries cannot). Under autocast x is cast, and weight and bias follow it; their gradients stay their own.
+    summed in fp32. dweight of a weight wider than x is not rounded to x's dtype (except on accelerators other than
+    CUDA, whose libraries cannot do this). Under autocast x is cast, and weight and bias are rounded to its new dtype;
+    their gradients keep their own dtypes.
 
     Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, and for a weight or bias of fewer
     bits than x; ValueError for shapes or devices that do not fit.
@@ -90,10 +91,10 @@ def linear_act(
     ops would; a kernel that activates while it multiplies rounds only y.
 
     Saved for the backward: x, weight, bias and y; for gelu, gelu_tanh and silu the pre-activation too (y's size), since
-    y does not tell their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0 for
-    inputs below 2.4e-4, whose square is no longer a number there.
-    keep_pre: whether the pre-activation is written for the backward. None: where autograd will ask for a gradient.
-    False: the backward computes it again, one more product, and nothing of y's size but y is kept.
+    y does not determine their slope. relu's slope is 1 where y > 0; relu_squared's is 2 sqrt(y), so in float16 it is 0
+    for inputs below 2.4e-4, whose square is not representable there.
+    keep_pre: whether the pre-activation is stored for the backward. None: if autograd records the call. False: the
+    backward recomputes it, which costs one more product, and y is the only tensor of its size that is kept.
 
     Returns y [..., N], contiguous, in x's dtype.
 
@@ -206,8 +207,8 @@ def norm_linear_vjp(
 def memory_efficient_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", chunk_rows: int = 0
 ) -> Tensor:
-    """y = activation(x · weightᵀ + bias), of which only the inputs are saved: the backward walks over chunks of rows
-    and computes the pre-activation of each again, at the cost of one more product.
+    """y = activation(x · weightᵀ + bias), saving only the inputs: the backward goes over chunks of rows and recomputes
+    each one's pre-activation, which costs one more product.
 
     x, weight, bias, dtypes and autocast: see `linear`; activation: see `linear_act`. chunk_rows: rows of a chunk; 0
     lets the library choose: all rows where their pre-activations take at most 256 MiB (16 MiB on a CPU), else equal

@@ -15,7 +15,7 @@ def _fake(x: Tensor, dtype: str) -> Tensor:
 def _check(x: Tensor, dtype: str) -> None:
     served = ", ".join(reference.DTYPES)
     if x.dtype not in reference.DTYPES.values():
-        raise TypeError(f"column_sums: x has dtype {x.dtype}; {served} are served")
+        raise TypeError(f"column_sums: x has dtype {x.dtype}; {served} are supported")
     if x.ndim == 0:
         raise ValueError("column_sums: x has no dims; it must be [..., F]")
     listed = ", ".join(map(repr, reference.DTYPES))

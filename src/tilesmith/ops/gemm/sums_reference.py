@@ -7,7 +7,7 @@ DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float16, torch.bfloat16, tor
 
 
 def column_sums(x: Tensor, dtype: str = "") -> Tensor:
-    """The sum of x over all of its dims but the last: the gradient of a bias, from that of what it was added to.
+    """The sum of x over all dims but the last: the gradient of a bias, from the gradient of the sum it was added to.
 
     Args:
         x: [..., F], floating, any strides.

@@ -124,7 +124,7 @@ def check_class_weight(op: str, name: str, weight: Tensor | None, x: Tensor, cla
             f"{op}: {name} is on {weight.device}, the other tensors on {x.device}; move them to one device"
         )
     if weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: {name} requires a gradient, and class weights receive none; pass {name}.detach()")
+        raise ValueError(f"{op}: {name} requires a gradient, but class weights receive none; pass {name}.detach()")
 
 
 def check_terms(op: str, label_smoothing: float, z_loss: float, softcap: float, reduction: str) -> None:

@@ -204,7 +204,7 @@ def linear_distillation(
     accumulate_fp32: bool = False,
     grad_mask: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Distance of a student's distribution from a teacher's, from hidden states; logits are never whole in memory.
+    """Divergence of a student's distribution from a teacher's, from hidden states, without materialising all logits.
 
     With student logits z = x · weightᵀ + bias and teacher logits y, a token's soft loss is the distance of
     softmax(z / temperature) from softmax(y / temperature) over all classes: "kl" is KL(teacher ‖ student), "reverse_kl"

@@ -134,11 +134,11 @@ def linear_log_probs(
     chunk_tokens: int = 0,
     accumulate_fp32: bool = True,
 ) -> Tensor:
-    """Log-probabilities of the labels under softmax(scale · (x · weightᵀ + bias)), for losses of one's own.
+    """Log-probabilities of the labels under softmax(scale · (x · weightᵀ + bias)), for custom losses.
 
     x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. softcap, chunk_tokens, accumulate_fp32 and
-    what raises: see `linear_cross_entropy`, whose tokens' losses these are, negative; logits are held a chunk at a
-    time, and computed a second time in the backward. A loss that `FORMULAS` knows needs no second time: see
+    what raises: see `linear_cross_entropy`; the results are its per-token losses, negated. Logits are held a chunk at a
+    time and computed again in the backward. The losses listed in `FORMULAS` need no recomputation: see
     `linear_preference`.
 
     Returns [...], fp32 (fp64 for fp64 x), 0 where the label is ignore_index.

@@ -25,7 +25,7 @@ def linear_preference(
     recompute: bool = False,
     grad_mask: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A preference loss of sequences, from x · weightᵀ + bias, whose logits are never whole in memory.
+    """A preference loss of sequences from x · weightᵀ + bias, without materialising all logits.
 
     The loss is the undivided sum that `ops.loss.formulas.FORMULAS[formula]` makes of the labels' log-probabilities; the
     caller divides it by pairs, sequences or tokens (`tilesmith.nn.preference` does). Logits are scaled and capped as in
@@ -50,8 +50,8 @@ def linear_preference(
     Memory beside inputs and results, for C tokens of a chunk and e bytes an element of x: C·V·e for the logits, and
     where a chunk is not the whole batch C·K·e, since pairs lie in two places; accumulate_fp32 then takes 4·V·K, and
     dweight's memory only when the logits are gone. Results are dx and dweight, and 12 bytes a token. The backward
-    scales dx and dweight in place; beside them, which takes them twice, where its graph is kept or captured, under
-    torch.compile, and under saved-tensor hooks, as in checkpointing.
+    scales dx and dweight in place. It makes copies of them instead, which doubles their memory, if its graph is kept or
+    captured, under torch.compile, and under saved-tensor hooks, as in checkpointing.
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
     in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.

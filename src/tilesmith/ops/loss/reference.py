@@ -40,7 +40,7 @@ def cross_entropy(
     softcap: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy between logits and class labels, as torch.nn.functional.cross_entropy defines it, and more.
+    """Cross-entropy of logits and class labels as in torch.nn.functional.cross_entropy, with z-loss and soft cap.
 
     With z = scale · logits, or softcap · tanh(scale · logits / softcap) where softcap > 0, lse = log Σ exp(z), s =
     label_smoothing and w the class weights (all 1 without `weight`), a token with label t costs
@@ -56,9 +56,9 @@ def cross_entropy(
 
     Returns the loss, fp32: a scalar, or [...] for "none". The gradient has logits' shape and dtype and is contiguous.
 
-    Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; elsewhere, where asking would
-    wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments of
-    another form than said here.
+    Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; on other devices, where checking
+    would wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments
+    of other types, shapes or values than these.
 
     Source: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2204.02311 (z loss); Gemma Team,
     arXiv:2408.00118 (soft cap); Milakov and Gimelshein, arXiv:1805.02867 (one pass over the logits).
@@ -118,7 +118,7 @@ def linear_cross_entropy(
     mode: str = "",
     grad_mask: Sequence[bool] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`cross_entropy` of x · weightᵀ + bias, whose logits are never whole in memory (but in the reference itself).
+    """`cross_entropy` of x · weightᵀ + bias without materialising all logits (except in the reference itself).
 
     Kernels take the products in x's dtype: they cast a weight or bias of another dtype to it first, as autocast would,
     and round the logits and their gradient to it, as a linear layer and its gradient do. Sums of products are fp32.
@@ -127,7 +127,7 @@ def linear_cross_entropy(
     x: [..., K]. weight: [V, K]. target: [...], int64 or int32. bias: [V]. class_weight: [V], without gradient. The
     other loss arguments, and what raises: see `cross_entropy`.
 
-    mode says where gradients come from; "" lets the library choose, and `explain` tells what it chose. For N tokens,
+    mode says how gradients are computed; "" lets the library choose, and `explain` names its choice. For N tokens,
     chunks of C of them, e bytes an element of x:
     "keep": the gradient of all logits is kept (N·V·e bytes, the logits' own), and the backward takes its two products.
         The loss's own gradient is multiplied into x, rounded to x's dtype, and into dx. Not for float16, where the
@@ -136,8 +136,8 @@ def linear_cross_entropy(
         multiplies them by the loss's own gradient.
     "recompute": nothing is kept; the backward computes the logits again, a fourth product, in blocks of classes (C·V·e
         too), so that weight's gradient is final block by block and only x's is summed, in fp32 (4·N·K). With more
-        tokens than classes, or for dx alone, in chunks of tokens. So it is for reduction "none" in any mode, since only
-        the backward knows the tokens' weights, and for gradients that were not asked for here.
+        tokens than classes, or for dx alone, in chunks of tokens. The same holds for reduction "none" in any mode,
+        since only the backward knows the tokens' weights, and for gradients that were not requested here.
     Chosen is "keep" where weight's gradient is wanted and all logits take no more than 512 MiB (16 MiB on a CPU), or
     than an fp32 gradient of weight, to which those of 4096 tokens are added on an accelerator where "chunks" would hold
     both (a half-precision weight, accumulate_fp32), else "chunks"; inside a `MemoryConfig` the first of "keep",

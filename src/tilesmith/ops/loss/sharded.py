@@ -44,7 +44,7 @@ def linear_cross_entropy(op: Op, args: tuple) -> Tensor:
     if layout.dims_of("v") and named["mode"] not in ("", "chunks"):
         raise ValueError(
             f"{layout.name}: mode is {named['mode']!r} and the vocabulary is sharded, where gradients are computed "
-            'along with the loss; leave mode "", say "chunks", or redistribute weight to Replicate()'
+            'along with the loss; leave mode "", pass "chunks", or redistribute weight to Replicate()'
         )
     labels_of_all(layout, named["target"], layout.size("v"), named["ignore_index"])
 
@@ -104,7 +104,7 @@ def _part(layout: Layout) -> Any:
 
     dims = layout.dims_of("v")
     if len(dims) > 1:
-        raise ValueError(f"{layout.name}: the vocabulary is sharded over {len(dims)} mesh dims; one is served")
+        raise ValueError(f"{layout.name}: the vocabulary is sharded over {len(dims)} mesh dims; one is supported")
     classes = layout.size("v")
     most = -(-classes // layout.mesh.size(dims[0]))
     return Part(layout.mesh.get_group(dims[0]), layout.start("v"), classes, most)

@@ -70,7 +70,7 @@ def linear_token_stats(
     chunk_tokens: int = 0,
     accumulate_fp32: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probability of the label, entropy, log-sum-exp and most likely token of softmax(z), without whole logits.
+    """Log-probability of the label, entropy, log-sum-exp and most likely token, without storing all logits.
 
     z are the scores of x · weightᵀ + bias, scaled and capped as in `cross_entropy`; p = softmax(z), lse = log Σ exp(z):
 

@@ -110,7 +110,7 @@ def _weight(op: str, name: str, weight8: Tensor, factor: Tensor, shape: tuple[in
 
 def _eight(op: str, name: str, x8: Tensor) -> None:
     if x8.dtype not in (torch.float8_e4m3fn, EXACT):
-        raise TypeError(f"{op}: {name} has dtype {x8.dtype}; float8_e4m3fn is served")
+        raise TypeError(f"{op}: {name} has dtype {x8.dtype}; float8_e4m3fn is supported")
 
 
 def _factor(op: str, name: str, factor: Tensor, x8: Tensor, shape: tuple[int, ...]) -> None:
@@ -134,7 +134,7 @@ def _routing(op: str, name: str, x8: Tensor, indices: Tensor, weights: Tensor, a
     checks.countable(op, indices)
     if weights.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{op}: weights requires a gradient, and this op has none; call it under torch.no_grad(), or use "
+            f"{op}: weights requires a gradient, but this op has none; call it under torch.no_grad(), or use "
             "tilesmith.precision, whose layers have one"
         )
 

@@ -45,8 +45,8 @@ def experts_fp8(
 
     The pre-activation and the activation are rounded to `dtype`. The activation of a pair is then cast to e4m3 by the
     factor of its own largest element. The output of each expert is rounded to `dtype`, and the sum over k once more.
-    Tensor cores keep the sums of both products in their own registers all along, which hold 14 bits on Ada and Hopper,
-    as `scaled_matmul` has it with `fast`.
+    Tensor cores accumulate both products in their own registers throughout, which hold 14 bits on Ada and Hopper, as in
+    `scaled_matmul` with `fast`.
 
     Returns y [..., C], contiguous, and pre [S, 2 I], the pre-activations in the order of experts, pairs of one expert
     in the order of tokens; rows of pairs without an expert come last and are 0. `experts_vjp_fp8` has the gradients.
@@ -84,18 +84,18 @@ def experts_vjp_fp8(
     """Gradients (dx, dgate_up, ddown, dweights) of `experts_fp8` as if nothing had been rounded to 8 bits; an empty
     tensor where `output_mask` is False.
 
-    dy: [..., C], the gradient as it came, and pre: [S, 2 I], what `experts_fp8` returned: of one floating dtype, which
-    dx, dgate_up and ddown have too. dy8 and dy_factor: dy by `fp8_cast_rows`. x: [..., C], the tokens as they came in
-    dy's dtype, with x_factor None; or what the forward took as x8, with its x_factor. gate_up8_t: [E, C, 2 I] and
-    down8_t: [E, I, C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
+    dy: [..., C], the unrounded gradient, and pre: [S, 2 I], as `experts_fp8` returned it: of one floating dtype, which
+    dx, dgate_up and ddown have too. dy8 and dy_factor: dy cast by `fp8_cast_rows`. x: [..., C], the original tokens in
+    dy's dtype, with x_factor None; or the forward's x8, with its x_factor. gate_up8_t: [E, C, 2 I] and down8_t: [E, I,
+    C]: the transposed weights that `fp8_cast_experts` gives. indices, weights, activation:
     as in the forward.
 
     Gradients of the activation and of x are products of 8-bit numbers: of dy8, and of the gradient of the
-    pre-activation, which is cast by the factor of each row's largest element. Gradients of the weights are products in
-    dy's dtype, of x and dy as they came, with x_factor None. Else they are products of 8-bit numbers as well: of x, of
-    dy8, of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of
-    rows, each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become
-    smaller than the format's smallest normal one.
+    pre-activation, which is cast by the factor of each row's largest element. With x_factor None, gradients of the
+    weights are products of x and dy in dy's dtype. Otherwise they are products of 8-bit numbers as well: of x, of dy8,
+    of that cast and of one of the weighted activation by rows; since a sum over pairs has no place for factors of rows,
+    each is cast again by the largest factor of its expert's rows, which is exact but for numbers that become smaller
+    than the format's smallest normal one.
     dgate_up [E, 2 I, C] and ddown [E, C, I] are contiguous; dweights has the weights' shape and dtype. The gradient of
     the activation, that of the pre-activation, the weighted activation and the gradient of each pair's x are rounded to
     dy's dtype.

@@ -34,7 +34,7 @@ def reasons(call: Any) -> list[str]:
     """Why no kernel of a backend can serve a call of experts_fp8 or of its gradients."""
     first, tensor = ("x8", call.x8) if hasattr(call, "x8") else ("dy8", call.dy8)
     arch = call.arch
-    found = [f"{first} is float64; e4m3 is served"] if tensor.dtype != EIGHT else []
+    found = [f"{first} is float64; e4m3 is supported"] if tensor.dtype != EIGHT else []
     if call.weights.dtype == torch.float64:
         found.append("weights is torch.float64; this kernel sums in float32")
     if arch.kind == "cuda" and arch.capability < (8, 9):

@@ -43,7 +43,7 @@ def experts(
     passed as `.transpose(1, 2)`, and their gradients come in the same strides. gate_up_bias: [E, N]; down_bias: [E, C].
     x, gate_up, down and the biases have one floating dtype. indices: [..., K], int64 or int32. A pair whose index is
     negative or at least E contributes nothing, and its weight's gradient is 0: expert parallelism marks the experts of
-    other ranks so. A token may have an expert more than once, so K may exceed E. weights: [..., K], floating.
+    other ranks this way. A token may have an expert more than once, so K may exceed E. weights: [..., K], floating.
     activation: "swiglu", "geglu" (the tanh form of GELU) or "geglu_erf", which have a gate (N = 2 I):
     act(gate) (up + up_offset), where swiglu's act is gate · sigmoid(alpha gate); or without a gate (N = I)
     "relu_squared", "relu", "silu", "gelu" (through erf) or "gelu_tanh". limit: above 0, gate is clamped to at most
@@ -54,7 +54,7 @@ def experts(
     gate_up_lora_scale · gate_up_lora_b[e] · (gate_up_lora_a[e] · x[t]) to gate_up[e] · x[t]; down_lora_a: [E, R, I],
     down_lora_b: [E, C, R] and down_lora_scale likewise to the product of down. Their ranks may differ. They have any
     strides and any floating dtype: they are rounded to x's, and so is scale · a · x, and their gradients come in their
-    own dtype. No matrix of a weight's size is made of them.
+    own dtype. They are never expanded to a matrix of a weight's size.
 
     Sums are fp32 (fp64 for fp64). The pre-activation, the activation, and the output of each expert before its weight
     are rounded to x's dtype; the sum over k is rounded once. The order of every sum is fixed, so results are the same

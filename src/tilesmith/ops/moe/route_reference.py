@@ -65,8 +65,8 @@ def router_losses(logits: Tensor, indices: Tensor, scores: str = "softmax") -> t
     """(load-balancing loss, z-loss) of a router, scalars in fp32 (fp64 for fp64).
 
     logits: [..., E]; indices: [..., K], the choice for each of the T tokens. The first is E Σ_e f_e p_e, where f_e is
-    the number of pairs that chose e over T and p_e the mean over tokens of the softmax, or with "sigmoid" of the
-    sigmoid over its sum; it is K where every expert is as likely as another. The second is the mean of
+    the number of (token, choice) pairs of e divided by T and p_e the mean over tokens of the softmax, or with "sigmoid"
+    of the sigmoid over its sum; it is K where every expert is as likely as another. The second is the mean of
     logsumexp(logits)². Indices outside [0, E) count for no expert. 0 without tokens. f_e has no gradient.
 
     Raises TypeError for dtypes, ValueError for shapes, devices and an unknown name.

@@ -24,8 +24,8 @@ def rms_norm_gated(
     row has a root mean square of its own.
 
     casting: "fp32" computes in fp32 and rounds once; "llama" rounds before and after the product with the weight, as
-    `rms_norm` with that casting does, and after the product with act(gate), which is in fp32. Neither has a bearing on
-    the gradient, which is taken of the formula in fp32.
+    `rms_norm` with that casting does, and after the product with act(gate), which is in fp32. Neither affects the
+    gradient, which is that of the formula in fp32.
 
     Returns a contiguous tensor of x's shape and dtype. Everything is fp64 for fp64 x.
 

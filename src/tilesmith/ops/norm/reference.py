@@ -22,7 +22,7 @@ def rms_norm(
     "llama" rounds x · rstd to x's dtype, then multiplies by weight + offset in the dtype x and weight promote to, then
     rounds to x's dtype (Llama and most models after it). "none" rounds to x's dtype after every operation, also those
     that rstd is made of (x², its mean, eps, their sum, the root), as the formula does in PyTorch without a cast.
-    It has no bearing on the gradient, which is taken of the formula and computed in fp32, with the rstd of the forward.
+    It does not affect the gradient, which is that of the formula, computed in fp32 with the rstd of the forward.
 
     Returns y, of x's shape and dtype. Rows keep the order they have in x's memory and are packed; so y has x's strides
     where x is dense with a last stride of 1, and is contiguous where x is contiguous. dx likewise.

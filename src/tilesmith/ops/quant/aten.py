@@ -29,10 +29,10 @@ def _gpu_rejects(call) -> list[str]:
     if arch.kind == "cuda" and arch.capability < (8, 9):
         reasons.append(f"{arch.name} has no tensor cores for 8-bit floats; compute capability 8.9 and up does")
     if call.a.cols % 16:
-        reasons.append(f"K is {call.a.cols}; multiples of 16 are served")
+        reasons.append(f"K is {call.a.cols}; multiples of 16 are supported")
     if _by_blocks(call) and arch.kind == "cuda":
         if arch.capability[0] != 9:
-            reasons.append(f"factors of blocks are served on compute capability 9.0, not on {arch.name}")
+            reasons.append(f"factors of blocks are supported on compute capability 9.0, not on {arch.name}")
         if _cuda() < (12, 9):
             reasons.append(f"factors of blocks need cuBLAS of CUDA 12.9; PyTorch was built with {torch.version.cuda}")
     return reasons

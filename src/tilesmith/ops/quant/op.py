@@ -114,7 +114,7 @@ def _floating(op: str, name: str, x: Tensor) -> None:
     floating(op, name, x)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{op}: {name} requires a gradient, and rounding has none; call it under torch.no_grad(), or use "
+            f"{op}: {name} requires a gradient, but rounding has none; call it under torch.no_grad(), or use "
             "tilesmith.precision, whose layers have one"
         )
 
@@ -145,7 +145,7 @@ def _alike(op: str, name: str, other: Tensor, of: str, x: Tensor) -> None:
     if other.shape != x.shape:
         raise ValueError(f"{op}: {name} has shape {tuple(other.shape)}; it must equal {of}'s, {tuple(x.shape)}")
     if other.dtype != x.dtype:
-        raise TypeError(f"{op}: {name} has dtype {other.dtype}, {of} has {x.dtype}; they must agree")
+        raise TypeError(f"{op}: {name} has dtype {other.dtype}, {of} has {x.dtype}; they must match")
     if other.device != x.device:
         raise ValueError(f"{op}: {name} is on {other.device}, {of} on {x.device}; move them to one device")
 
@@ -166,7 +166,7 @@ def _check_cast(
 
 def _check_transpose(x8: Tensor) -> None:
     if x8.dtype not in SMALL and x8.dtype != EXACT:
-        raise TypeError(f"fp8_transpose: x8 has dtype {x8.dtype}; float8_e4m3fn and float8_e5m2 are served")
+        raise TypeError(f"fp8_transpose: x8 has dtype {x8.dtype}; float8_e4m3fn and float8_e5m2 are supported")
     _matrix("fp8_transpose", "x8", x8)
 
 
@@ -261,13 +261,13 @@ def _check_scaled_matmul(
     op = "scaled_matmul"
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in SMALL and x.dtype != EXACT:
-            raise TypeError(f"{op}: {name} has dtype {x.dtype}; float8_e4m3fn and float8_e5m2 are served")
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; float8_e4m3fn and float8_e5m2 are supported")
         if x.ndim != 2:
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be a matrix with K columns")
     if a.dtype == b.dtype == torch.float8_e5m2:
         raise TypeError(f"{op}: a and b are both float8_e5m2; tensor cores take one of them at most")
     if a.shape[1] != b.shape[1]:
-        raise ValueError(f"{op}: b has {b.shape[1]} columns, a has {a.shape[1]}; they must agree: a [M, K], b [N, K]")
+        raise ValueError(f"{op}: b has {b.shape[1]} columns, a has {a.shape[1]}; they must match: a [M, K], b [N, K]")
     if dtype not in OUTPUTS:
         raise ValueError(f"{op}: dtype is {dtype!r}; it must be one of {', '.join(map(repr, OUTPUTS))}")
     tensors = (("b", b), ("a_factor", a_factor), ("b_factor", b_factor), ("bias", bias))

@@ -74,7 +74,7 @@ def _check_quantize(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, 
     op = "quantize_packed"
     floating(op, "weight", weight)
     if weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: weight requires a gradient, and rounding has none; call it under torch.no_grad()")
+        raise ValueError(f"{op}: weight requires a gradient, but rounding has none; call it under torch.no_grad()")
     _check_packed(op, scale, zero, order, strips, weight.shape[0] if weight.ndim else 0, ("weight", weight))
     if weight.ndim != 2 or weight.shape[1] != order.shape[1] * GROUP:
         raise ValueError(

@@ -29,10 +29,10 @@ OUTPUTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def quantize_packed(weight: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, words: int) -> Tensor:
     """The codes of a weight, int32 [words]: round(weight / scale + zero) within the tile's width, packed.
 
-    weight: [N, K], floating; rows that N lacks to a multiple of 16 get the codes of zeros, NaN gets code 0. scale,
-      zero,
-    order, strips: see the legend; a scale of 0 stands for 1. words: how many words the strips have, 32 times the sum of
-    their tiles' widths. Ties round to even.
+    weight: [N, K], floating; N is padded to a multiple of 16 with rows of zeros, and NaN gets code 0. scale, zero,
+    order, strips: their layout is described in `tilesmith.ops.quant.packed_reference`; a scale of 0 stands for 1.
+    words: how many words the strips have, 32 times the sum of their tiles' widths. Ties round to even. Raises TypeError
+    for other dtypes; ValueError for other shapes and devices, and for a weight that requires a gradient.
     """
     acc = torch.promote_types(weight.dtype, torch.float32)
     count, groups = order.shape
@@ -51,7 +51,8 @@ def dequantize_packed(
 ) -> Tensor:
     """The weight that packed codes stand for, [rows, K] in `dtype` ("bfloat16", "float16" or "float32").
 
-    codes, scale, zero, order, strips: see the legend. rows: N, at most 16 S. Computed in fp32, rounded once.
+    codes, scale, zero, order, strips: as in `tilesmith.ops.quant.packed_reference`. rows: N, at most 16 S. Computed in
+    fp32, rounded once. Raises TypeError for other dtypes, ValueError for other shapes and devices.
     """
     exact = scale.dtype is torch.float64
     return weight_of(codes, scale, zero, order, strips, rows).to(torch.float64 if exact else OUTPUTS[dtype])
@@ -62,8 +63,9 @@ def dequant_linear(
 ) -> Tensor:
     """y = x weight^T of a packed weight: [..., rows] in x's dtype, summed in fp32.
 
-    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: see the legend. rows: N. The weight
-    has no gradient; x has.
+    x: [..., K], float32, bfloat16 or float16. codes, scale, zero, order, strips: as in
+    `tilesmith.ops.quant.packed_reference`. rows: N. x receives a gradient, the weight does not. Raises TypeError for
+    other dtypes, ValueError for other shapes and devices.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     weight = weight_of(codes, scale, zero, order, strips, rows).to(x.dtype)

@@ -22,7 +22,7 @@ OUTPUTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def fp8_amax(x: Tensor) -> Tensor:
-    """max |x| over all of x as fp32 [1]; NaN where x holds one, 0 for an empty x. x: any shape, floating."""
+    """max |x| over all of x as fp32 [1]; NaN if x holds one, 0 for an empty x. x: any shape, floating."""
     found = largest(x) if x.numel() else x.new_zeros(1)
     return found.to(torch.float32)
 
@@ -34,11 +34,13 @@ def fp8_cast(
 
     x: [..., N], floating, any strides. bound: fp32 [1], what max |x| is expected to be; the factor is the least power
     of two that is at least bound / the format's largest number (1 for a bound of zero). amax: fp32 [1], written; NaN
-    where x holds one, infinite where x holds an infinity: so an overflow and numbers that are not finite are known
-    after the pass, without another one and without asking the device.
+    where x holds one, infinite where x holds an infinity: so overflows and non-finite numbers are detected in the same
+    pass, without waiting for the device.
 
-    Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, with zeros in columns that
-    are no rows of x (empty unless `columns`); factor fp32 [1].
+    Returns x8 of x's shape, contiguous (empty unless `rows`); x8_t [N, M16], x8 transposed, where M16 is the number of
+    rows of x rounded up to a multiple of 16 and the added columns are 0 (empty unless `columns`); factor fp32 [1].
+    Raises TypeError for other dtypes; ValueError for other shapes, devices and formats, and for an x that requires a
+    gradient.
     """
     factor = factor_of(bound, format)
     values = x / factor.to(wide(x))
@@ -47,7 +49,7 @@ def fp8_cast(
 
 
 def fp8_transpose(x8: Tensor) -> Tensor:
-    """x8 [..., N] in 8 bits as [N, M16], with zeros in columns that are no rows of x8."""
+    """x8 [..., N] in 8 bits as [N, M16], M16 its rows rounded up to a multiple of 16; the added columns are 0."""
     return both(x8, False, True)[1]
 
 
@@ -55,7 +57,9 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 
     x: [..., N], floating. A row's factor is that of its largest absolute element, or of 2^-100 where that is smaller: a
-    row of zeros has the least factor, so that rows which share one, the largest of theirs, lose nothing by it.
+    row of zeros has the least factor, so that rows that share one, the largest of theirs, lose nothing by it. Raises
+    TypeError for a dtype that is not floating; ValueError for a scalar, another format, and an x that requires a
+    gradient.
     """
     flat = as_rows(x).to(wide(x))
     factor = factors_of_rows(flat, format)
@@ -70,7 +74,8 @@ def fp8_cast_blocks(
     x: [M, N], floating. square: the factors are those of blocks of 128 x 128 elements; else each layout has its own, of
     128 neighbours along its last dim. rows: x8 [M, N] with factor [M, ceil(N / 128)] fp32, whose memory runs along M;
     square: [ceil(M / 128), ceil(N / 128)], contiguous. columns: x8_t [N, M16] and factor_t of it likewise, from x and
-    not from x8. What is not asked for is empty.
+    not from x8. Outputs that are not requested are empty. Raises TypeError for other dtypes, ValueError for other
+    shapes and formats.
     """
     empty8, empty = x.new_empty(0, dtype=FORMATS[format]), x.new_empty(0, dtype=torch.float32)
     x8, factor, x8_t, factor_t = empty8, empty, empty8, empty
@@ -105,11 +110,12 @@ def rms_norm_fp8(
     casting: str = "fp32",
     format: str = "e4m3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rms_norm` and the cast of what it returns in one pass: (y, y8, factor, rstd).
+    """`rms_norm` and the cast of its result in one pass: (y, y8, factor, rstd).
 
     x, weight, eps, offset, casting and y: as `rms_norm` has them; x is contiguous but for a stride of its rows. bound,
-    amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. Gradients are the caller's: those
-    of `rms_norm` with rstd.
+    amax, format, y8 and factor: as `fp8_cast` has them, of y as rounded to x's dtype. There is no gradient: the caller
+    computes that of `rms_norm`, with rstd. Raises TypeError for dtypes; ValueError for shapes, devices, eps, casting
+    and format, and for tensors that require a gradient.
     """
     y, rstd = norm.rms_norm(x, weight, eps, offset, casting)
     y8, _, factor = fp8_cast(y, bound, amax, format)
@@ -136,7 +142,8 @@ def add_rms_norm_fp8(
 def swiglu_fp8(gate: Tensor, up: Tensor, bound: Tensor, amax: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     """silu(gate) * up in 8 bits, (h8, factor), as `fp8_cast` makes it of what `swiglu` returns.
 
-    gate, up: [..., N], one shape and dtype; the rows of each lie at one stride.
+    gate, up: [..., N], one shape and dtype; the rows of each have one stride. Raises as `fp8_cast` does, and where gate
+    and up differ in shape, dtype or device.
     """
     h8, _, factor = fp8_cast(swiglu(gate, up), bound, amax, format)
     return h8, factor
@@ -156,7 +163,8 @@ def swiglu_vjp_fp8(
 
     dh, gate, up: [..., N], one shape and dtype. d8 [M, 2N]: the gradients of gate and of up side by side, rounded to
     gate's dtype first, by the factor of `bound`; d8_t [2N, M16] is d8 transposed. h8_t [N, M16]: what `swiglu_fp8` made
-    with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`.
+    with h_factor, transposed. amax becomes the largest absolute element of both gradients, as in `fp8_cast`. Raises as
+    `swiglu_fp8` does.
     """
     flat = [as_rows(t) for t in (dh, gate, up)]
     acc = wide(gate)
@@ -179,14 +187,14 @@ def scaled_matmul(
     dtype: str = "bfloat16",
     fast: bool = False,
 ) -> Tensor:
-    """a b^T of numbers in 8 bits, each times its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
+    """a b^T of 8-bit numbers, each multiplied by its factor: [M, N] in `dtype` ("bfloat16", "float16" or "float32").
 
     a [M, K], b [N, K]: float8_e4m3fn or float8_e5m2, not both e5m2; contiguous. a_factor, b_factor, fp32: [1] each; or
     [M, 1] and [N, 1]; or, for blocks of 128 along K, [M, ceil(K / 128)] and [N, ceil(K / 128)] or [ceil(N / 128),
     ceil(K / 128)], as `fp8_cast_blocks` lays them out. bias: [N] in `dtype`, or None. fast: partial sums may be kept in
     the tensor cores' own registers all along K; else sums of parts of K are, which are then added in fp32. Those
     registers keep 14 bits of a sum on Ada and Hopper, which a float32 result shows (DeepSeek-AI, DeepSeek-V3,
-    arXiv:2412.19437, 3.3.2).
+    arXiv:2412.19437, 3.3.2). Raises TypeError for dtypes, ValueError for shapes, devices and factors that do not fit.
     """
     acc = torch.float64 if a.dtype is torch.float64 else torch.float32
     y = expand_factor(a_factor, a).to(acc) * a.to(acc) @ (expand_factor(b_factor, b).to(acc) * b.to(acc)).t()

@@ -26,7 +26,7 @@ def rms_norm_rope(
     weight_offset: float = 0.0,
     casting: str = "fp32",
 ) -> tuple[Tensor, Tensor]:
-    """rope(rms_norm(q)), rope(rms_norm(k)) in one pass: QK-norm as Qwen 3, Gemma 3 and Olmo 2 have it.
+    """rope(rms_norm(q)), rope(rms_norm(k)) in one pass: QK-norm as in Qwen 3, Gemma 3 and Olmo 2.
 
     Args:
         q: [B, H, T, D], any strides (memory in [B, T, H, D] order is the usual case).

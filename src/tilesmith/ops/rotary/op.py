@@ -104,7 +104,7 @@ def check_rotation(
             needed = f"[{shape[0]}, G, {shape[2]}, {shape[3] if alike else 'D'}]"
             raise ValueError(f"{op}: k has shape {tuple(k.shape)}; for this q it must be {needed}")
         if k.dtype != dtype:
-            raise TypeError(f"{op}: k has dtype {k.dtype}, q has {dtype}; they must agree")
+            raise TypeError(f"{op}: k has dtype {k.dtype}, q has {dtype}; they must match")
         if k.device != device:
             raise ValueError(f"{op}: k is on {k.device}, q on {device}; move them to one device")
     table = cos.shape
@@ -130,7 +130,7 @@ def _check_angles(
 ) -> None:
     if sin.shape != table or sin.dtype != cos.dtype:
         raise ValueError(
-            f"{op}: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(table)} {cos.dtype}; they must agree"
+            f"{op}: sin is {tuple(sin.shape)} {sin.dtype}, cos {tuple(table)} {cos.dtype}; they must match"
         )
     floating(op, "cos", cos)
     if cos.device != device or sin.device != device:

@@ -32,10 +32,10 @@ ALLOWED = 0.01  # of the output's mean square, or nats of KL divergence
 def analyze_precision_opportunities(
     model: nn.Module, sample_input: Tensor, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """How much of a model's bytes packing could save, and how much its output notices each layer.
+    """How many of a model's bytes packing could save, and how sensitive its output is to each layer.
 
     Args:
-        model: any module; it stays as it is. sample_input: what it is called with; also a tuple or a dict of arguments.
+        model: any module; it is not changed. sample_input: what it is called with; also a tuple or a dict of arguments.
         device: where the analysis runs; None: where the model is.
 
     What an error in the weights does to the output is estimated to second order by the Fisher information, from this

@@ -57,12 +57,12 @@ def load_ultra_precision_module(
     """A packed model from the file that `UltraPrecisionModule.save_packed` wrote.
 
     Args:
-        model: a model of the architecture that was packed, with any weights; it stays as it is.
+        model: a model of the architecture that was packed, with any weights; it is not changed.
         path: the file. device: where the packed model goes; None: where the model is.
 
     Raises:
-        ImportError: safetensors is not installed. ValueError: the file is none of a packed model, or is of another
-        architecture; what it lacks or has too much is named.
+        ImportError: safetensors is not installed. ValueError: the file is not a packed model, or is of another
+        architecture; missing and unexpected entries are named.
     """
     check_model(OP, model)
     device = device_of(OP, device)
@@ -133,12 +133,12 @@ def _read(safe_open: Any, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as problem:  # safetensors' own, of which every version has another
-        raise ValueError(f"{path} is no safetensors file: {problem}") from problem
+        raise ValueError(f"{path} is not a safetensors file: {problem}") from problem
     try:
         said = json.loads((metadata or {}).get("tilesmith", "{}"))
         format = said.get("format")
     except (ValueError, AttributeError) as problem:
-        raise ValueError(f"{path} is not a packed model: what it says of itself cannot be read: {problem}") from problem
+        raise ValueError(f"{path} is not a packed model: its metadata cannot be read: {problem}") from problem
     if format != FORMAT:
         raise ValueError(f"{path} is not a packed model: its format is {format!r}, known is {FORMAT!r}")
     try:
@@ -149,7 +149,7 @@ def _read(safe_open: Any, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]
         tensors |= {name: tensors[source] for name, source in said["aliases"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         told = f"it lacks {problem}" if isinstance(problem, KeyError) else problem
-        raise ValueError(f"{path}: what the file says of its packed model is not whole: {told}") from problem
+        raise ValueError(f"{path}: the file's metadata of the packed model is incomplete: {told}") from problem
     return said, tensors
 
 

@@ -13,7 +13,7 @@ GRADIENT_WEIGHT, ACTIVATION_WEIGHT = 0.3, 0.4  # at which the Fisher information
 
 
 class PrecisionFormat(Enum):
-    """What a weight is kept in. INT formats are codes of so many bits with a float16 scale and zero for 64
+    """The format of a stored weight. INTn formats hold n-bit codes, with a float16 scale and zero for every 64
     neighbours."""
 
     FP32 = "fp32"
@@ -28,7 +28,7 @@ class PrecisionFormat(Enum):
 
     @property
     def bits(self) -> int:
-        """Bits of a number, scales left out."""
+        """Bits of a number, not counting scales."""
         return int(self.value.lstrip("fpintb"))
 
 
@@ -53,8 +53,8 @@ class QuantizationMode(Enum):
     """How codes, scales and zeros are found.
 
     DYNAMIC: from each group's own weights, by a search for the least squared error.
-    STATIC: from the inputs that the layers see on the calibration data: errors of a column are made good in the columns
-      after it. Source: Frantar et al., GPTQ, arXiv:2210.17323.
+    STATIC: from the inputs that the layers see on the calibration data: errors of a column are compensated in the
+      columns after it. Source: Frantar et al., GPTQ, arXiv:2210.17323.
     """
 
     DYNAMIC = "dynamic"
@@ -63,10 +63,10 @@ class QuantizationMode(Enum):
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What `create_ultra_precision_module` aims at.
+    """The target of `create_ultra_precision_module`, and how it is reached.
 
-    base_precision: the format that memory is counted against: FP32, FP16 or BF16. A reduction of 0.4 means that all
-      parameters take 0.6 of the bytes that they would take in it. What is not packed keeps its own dtype.
+    base_precision: the format that memory is compared with: FP32, FP16 or BF16. A reduction of 0.4 means that all
+      parameters take 0.6 of the bytes that they would take in that format. What is not packed keeps its dtype.
     allocation_strategy: see `AllocationStrategy`; all but UNIFORM need calibration data.
     quantization_mode: see `QuantizationMode`; STATIC needs calibration data.
     entropy_threshold: bits of information that the code of a weight can hold at least: narrower widths are not used.
@@ -77,7 +77,7 @@ class PrecisionConfig:
       information is used as it was measured; 0 leaves a factor out. They need calibration data. The first moves widths
       alone, so UNIFORM and MEASURED refuse it; the second weighs the errors of codes, too, unless these are STATIC.
 
-    Raises TypeError, ValueError for values that are none of these, and for weights that would change nothing.
+    Raises TypeError and ValueError for other values, and for weights that would have no effect.
     """
 
     base_precision: PrecisionFormat = PrecisionFormat.FP16

@@ -89,11 +89,11 @@ def misfit_of(layer: nn.Linear) -> str | None:
     """Why a layer's weight cannot be packed."""
     weight = layer.weight
     if weight.dtype not in SERVED:
-        return f"its weight is {weight.dtype}; float32, bfloat16 and float16 are served"
+        return f"its weight is {weight.dtype}; float32, bfloat16 and float16 are supported"
     if type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__name__}; a plain parameter is served"
+        return f"its weight is a {type(weight).__name__}; a plain parameter is supported"
     if layer.in_features % GROUP or not layer.in_features or not layer.out_features:
-        return f"in_features is {layer.in_features}; multiples of 64 are served"
+        return f"in_features is {layer.in_features}; multiples of 64 are supported"
     return None
 
 
@@ -124,7 +124,9 @@ def packed_of(values: Tensor, scale: Tensor, zero: Tensor, widths: Tensor) -> di
     sizes = widths.sum(1) * WORDS_PER_BIT
     total = int(sizes.sum())
     if total >= 2**31:
-        raise ValueError(f"a weight of {values.numel()} elements takes {total} words of codes; below 2^31 are served")
+        raise ValueError(
+            f"a weight of {values.numel()} elements takes {total} words of codes; below 2^31 are supported"
+        )
     strips = torch.cat(((sizes.cumsum(0) - sizes)[:, None], counts.cumsum(1)[:, :4]), 1).to(torch.int32)
     parts = []
     for x in (scale, zero):

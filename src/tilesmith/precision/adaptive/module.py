@@ -114,17 +114,18 @@ def create_ultra_precision_module(
     calibration: Any = None,
     loss_fn: Loss | None = None,
 ) -> UltraPrecisionModule:
-    """Pack the linear layers of `model` in 2 to 8 bits a weight, so that its bytes fall by `target_memory_reduction`.
+    """Pack the linear layers of `model` in 2 to 8 bits a weight, so that its size falls by `target_memory_reduction`.
 
     Args:
-        model: any module; it stays as it is. The packed one shares what is not packed with it, unless it moves.
+        model: any module; it is not changed. The packed model shares its other tensors with it, unless it moves to
+        another device.
         config: see `PrecisionConfig`; None: its defaults.
         device: where the packed model is made and stays; None: where the model is.
         calibration: inputs as the model will get them: a tensor whose rows are samples, or a sequence of batches
-            (tensors, tuples, dicts). Three quarters show which weights the loss notices; on the rest the chosen widths
-            must have a lower loss than one width for all tiles, and than two widths dealt over the tiles regardless of
-            the weights in as many bytes; else the better of these two is used. None: one width for all tiles, since the
-            entropy of weights alone was measured to choose worse than that.
+            (tensors, tuples, dicts). Three quarters measure how sensitive the loss is to each weight. On the rest the
+            chosen widths must give a lower loss than one width for all tiles, and than two widths assigned regardless
+            of the weights in the same number of bytes; otherwise the better of these two is used. None: one width for
+            all tiles, since choosing by the entropy of weights alone was measured to be worse.
         loss_fn: (model, batch) -> mean loss; None: how far outputs are from the original's.
 
     Without calibration, or where the check fails, `get_precision_stats().fallback` says so.
@@ -150,7 +151,7 @@ def create_ultra_precision_module(
         raise ValueError(f"{OP}: gradient_weight and activation_weight weigh calibration data; pass calibration=")
     given = None if calibration is None else calibration_of(calibration, loss_fn, device)
     if given is None and loss_fn is not None:
-        raise ValueError(f"{OP}: loss_fn is of no use without calibration=")
+        raise ValueError(f"{OP}: loss_fn needs calibration= as well")
     chosen, skipped = eligible(model)
     if not chosen:
         raise ValueError(f"{OP}: no linear layer is eligible ({_reasons(skipped) or 'it has none'})")

@@ -23,14 +23,14 @@ class PrecisionStats:
     """What `UltraPrecisionModule.get_precision_stats` returns. Bytes are measured from the tensors that are there.
 
     memory_savings_ratio: 1 - total_bytes / base_bytes. total_bytes: of all parameters and buffers, packed or not.
-    base_bytes: of the original's with its parameters in the base precision. original_bytes: of the original as it came.
+    base_bytes: of the original with its parameters in the base precision. original_bytes: of the original model.
     packed_bytes: of the packed layers' codes, scales, zeros and tables. bits_per_weight: these over the packed weights.
     layers: by name. skipped: why other linear layers, and
     stacked experts, were left alone.
-    strategy: the one that the widths in use come from. fallback: why these are chosen regardless of the weights though
-    the config asks for something else, else "". held_out: the losses on the held-out batches, as far as they were
-    measured, of "original", "uniform" (one width for all tiles), "dealt" (two widths dealt over the tiles regardless of
-    the weights, in as many bytes as "adaptive") and "adaptive".
+    strategy: the one that the widths in use come from. fallback: why the widths do not depend on the weights although
+    the config asks for that, else "". held_out: the losses on the held-out batches, if measured, of "original",
+    "uniform" (one width for all tiles), "dealt" (two widths assigned to tiles regardless of the weights, in as many
+    bytes as "adaptive") and "adaptive".
     """
 
     memory_savings_ratio: float

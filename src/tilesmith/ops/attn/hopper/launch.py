@@ -27,7 +27,9 @@ def wrong_dims(call) -> list[str]:
     """What is wrong with the head dims for a forward kernel."""
     reasons = []
     if any(cols % 8 or not 64 <= cols <= 256 for cols in (call.q.cols, call.v.cols)):
-        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256 are served")
+        reasons.append(
+            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 64 to 256 are supported"
+        )
     return reasons
 
 
@@ -37,7 +39,7 @@ def wide_reasons(call) -> list[str]:
     if any(cols % 8 or not 256 < cols <= 512 for cols in (call.q.cols, call.v.cols)):
         reasons.append(
             f"the head dims are {call.q.cols} and {call.v.cols}; "
-            "multiples of 8 from 64 to 256, or both from 264 to 512, are served"
+            "multiples of 8 from 64 to 256, or both from 264 to 512, are supported"
         )
     if call.cu_seqlens_q is not None:
         reasons.append("cu_seqlens_q: with head dims above 256 no packed documents are walked")
@@ -50,9 +52,9 @@ def reasons_for_all(call) -> list[str]:
     """Why no Hopper kernel can serve a call."""
     reasons = []
     if call.arch.capability != (9, 0):
-        reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+        reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is supported")
     if call.q.dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"q is {call.q.dtype}; float16 and bfloat16 are served")
+        reasons.append(f"q is {call.q.dtype}; float16 and bfloat16 are supported")
     for name in ("q", "k", "v"):
         if not getattr(call, name).unit:
             reasons.append(f"{name} has a last stride other than 1")
@@ -96,7 +98,7 @@ def list_reasons(call, block_q: int, block_k: int) -> list[str]:
     if call.block_q % block_q or call.block_k % block_k:
         reasons.append(
             f"block lists of {call.block_q} queries by {call.block_k} keys; "
-            f"multiples of {block_q} queries by multiples of {block_k} keys are served"
+            f"multiples of {block_q} queries by multiples of {block_k} keys are supported"
         )
     if call.cu_seqlens_q is not None:
         reasons.append("block lists of packed documents are not walked")

@@ -57,7 +57,7 @@ def rejects(call) -> list[str]:
         reasons.append("cu_seqlens_q: tiles of packed documents are not split")
     if call.page_table is not None:
         if call.page_size % 16:
-            reasons.append(f"pages have {call.page_size} slots; multiples of 16 are served")
+            reasons.append(f"pages have {call.page_size} slots; multiples of 16 are supported")
         if call.window_left >= 0:
             reasons.append("page_table with window_left: pages before the window may be gone")
     if small:
@@ -88,7 +88,7 @@ def _small_reasons(call) -> list[str]:
     if call.page_table is not None:
         reasons.append("page_table: pages of 8-bit keys and values are not read")
     if (call.q.cols, call.v.cols) != (128, 128):
-        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; on a cache of 8 bits 128 is served")
+        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; on a cache of 8 bits 128 is supported")
     if any(n not in (0, -1) for n in call.factors):
         reasons.append("k_scale, v_scale: of 8-bit keys and values, a factor for each head is read")
     # H200, e4m3, 64/8 heads: 4 tokens on 8 x 8k keys take 59 us, with triton_split 86; 1 token on 32 x 8k 184 and 156

@@ -29,17 +29,19 @@ def rejects(call) -> list[str]:
     """Why the kernel cannot serve a call of attention."""
     reasons = []
     if call.arch.capability != (9, 0):
-        reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+        reasons.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is supported")
     for name in ("q", "k", "v"):
         if getattr(call, name).dtype != torch.float8_e4m3fn:
-            reasons.append(f"{name} is {getattr(call, name).dtype}; float8_e4m3fn is served")
+            reasons.append(f"{name} is {getattr(call, name).dtype}; float8_e4m3fn is supported")
     for name in ("q", "k"):
         if not getattr(call, name).unit:
             reasons.append(f"{name} has a last stride other than 1")
     if not call.across:
         reasons.append("v: the keys of a column must lie side by side, in memory [B, G, Dv, S]")
     if any(cols % 16 or not 64 <= cols <= 128 for cols in (call.q.cols, call.v.cols)):
-        reasons.append(f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 16 from 64 to 128 are served")
+        reasons.append(
+            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 16 from 64 to 128 are supported"
+        )
     for name, tokens in zip(("k_scale", "v_scale"), call.factors[1:]):
         if tokens == 1:
             reasons.append(f"{name}: keys of a block of 128 must share a factor")

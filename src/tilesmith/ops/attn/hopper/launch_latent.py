@@ -47,14 +47,14 @@ def rejects(call) -> list[str]:
     reasons = reasons_for_all(call._replace(page_table=None)) + no_dropout(call) + no_lists(call)
     if call.q.cols % 8 or not 512 < call.q.cols <= 576 or call.v.cols != 512:
         reasons.append(
-            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 520 to 576 beside 512 are served"
+            f"the head dims are {call.q.cols} and {call.v.cols}; multiples of 8 from 520 to 576, and 512, are supported"
         )
     elif not call.shared:
         reasons.append("v is not k's first columns in memory: this kernel loads no values")
     if call.cu_seqlens_q is not None:
         reasons.append("cu_seqlens_q: tiles of packed documents are not split")
     if call.page_table is not None and call.page_size % BLOCK_N:
-        reasons.append(f"pages have {call.page_size} slots; multiples of {BLOCK_N} are served")
+        reasons.append(f"pages have {call.page_size} slots; multiples of {BLOCK_N} are supported")
     if call.window_left >= 0:
         reasons.append("window_left: windows are not known")
     if call.capped:

@@ -189,9 +189,9 @@ def _block_lists_kernel(
 def _select_reasons(call) -> list[str]:
     reasons = []
     if call.scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"scores is {call.scores.dtype}; float32, float16 and bfloat16 are served")
+        reasons.append(f"scores is {call.scores.dtype}; float32, float16 and bfloat16 are supported")
     if call.scores.cols > 16384:
-        reasons.append(f"scores has {call.scores.cols} columns; up to 16,384 are served")
+        reasons.append(f"scores has {call.scores.cols} columns; up to 16,384 are supported")
     return reasons
 
 

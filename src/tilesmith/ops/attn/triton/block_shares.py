@@ -173,15 +173,15 @@ def _block_shares_kernel(
 def _reasons(call) -> list[str]:
     reasons = []
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are supported")
     if call.q.cols > 256:
-        reasons.append(f"q has head dim {call.q.cols}; up to 256 is served")
+        reasons.append(f"q has head dim {call.q.cols}; up to 256 is supported")
     if call.stretches & (call.stretches - 1) or call.stretches > 16:
-        reasons.append(f"stretches is {call.stretches}; powers of two up to 16 are served")
+        reasons.append(f"stretches is {call.stretches}; powers of two up to 16 are supported")
     of_queries = call.stretches if call.query_stretches is None else call.query_stretches
     longest = max(call.block // call.stretches // call.key_stride, call.block // of_queries // call.query_stride)
     if longest > 64:
-        reasons.append(f"{longest} tokens of a stretch are averaged; up to 64 are served")
+        reasons.append(f"{longest} tokens of a stretch are averaged; up to 64 are supported")
     return reasons
 
 

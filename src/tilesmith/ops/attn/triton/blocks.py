@@ -414,12 +414,12 @@ def least_tile(q: Tensor) -> int:
 def _value_reasons(call, **blocks: int) -> list[str]:
     reasons = []
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are supported")
     if call.q.cols > 256:
-        reasons.append(f"q has head dim {call.q.cols}; up to 256 is served")
+        reasons.append(f"q has head dim {call.q.cols}; up to 256 is supported")
     for name, (size, least) in blocks.items():
         if size & (size - 1) or not least <= size <= 128:
-            reasons.append(f"{name} is {size}; powers of two from {least} to 128 are served")
+            reasons.append(f"{name} is {size}; powers of two from {least} to 128 are supported")
     return reasons
 
 

@@ -117,10 +117,10 @@ def rejects(call) -> list[str]:
     if call.q_scale is not None or call.k_scale is not None or call.v_scale is not None:
         reasons.append("q_scale, k_scale, v_scale: quantised values are not read")
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are supported")
     for name, x in (("q", call.q), ("v", call.v)):
         if x.cols % 8 or not 16 <= x.cols <= 512:
-            reasons.append(f"{name} has head dim {x.cols}; multiples of 8 from 16 to 512 are served")
+            reasons.append(f"{name} has head dim {x.cols}; multiples of 8 from 16 to 512 are supported")
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not x.unit:
             reasons.append(f"{name} has a last stride other than 1")

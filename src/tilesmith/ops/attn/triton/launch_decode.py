@@ -68,18 +68,18 @@ def _reasons(call) -> list[str]:
     elif tiled and call.rows > 128 and not call.cached:
         reasons.append("T * H / G is more than 128 and S less than 4 T: this kernel is for few query tokens on a cache")
     if call.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reasons.append(f"q is {call.q.dtype}; float16, bfloat16 and float32 are served")
+        reasons.append(f"q is {call.q.dtype}; float16, bfloat16 and float32 are supported")
     for name in ("k", "v"):
         dtype = getattr(call, name).dtype
         if dtype != call.q.dtype and dtype not in _SMALL:
-            reasons.append(f"{name} is {dtype}; q's dtype, int8, float8_e4m3fn and float8_e5m2 are served")
+            reasons.append(f"{name} is {dtype}; q's dtype, int8, float8_e4m3fn and float8_e5m2 are supported")
         if dtype in _SMALL[1:] and call.arch.kind == "hip":
             reasons.append(f"{name} is {dtype}, which {call.arch.name} does not convert")
         if dtype in _SMALL[1:] and call.arch.kind == "cuda" and call.arch.capability < (8, 9):
             reasons.append(f"{name} is {dtype}; compute capability 8.9 and up converts it")
     for name, most in (("q", 576), ("v", 512)):
         if getattr(call, name).cols > most:
-            reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to {most} is served")
+            reasons.append(f"{name} has head dim {getattr(call, name).cols}; up to {most} is supported")
     if max(call.q.cols, call.v.cols) > 256 and call.arch.kind != "cpu":
         reasons += _wide_reasons(call)
     reasons += [f"{name}: factors of blocks are not read" for name, n in zip("qkv", call.factors) if n > 1]
@@ -94,7 +94,7 @@ def _wide_reasons(call) -> list[str]:
         has = f"{call.arch.name} has {room // 1024}"
         reasons.append(f"head dims above 256 need {least // 1024} KB of shared memory, {has}")
     if call.q.dtype == torch.float32:
-        reasons.append("q is torch.float32; with head dims above 256 float16 and bfloat16 are served")
+        reasons.append("q is torch.float32; with head dims above 256 float16 and bfloat16 are supported")
     return reasons + few_registers(call.arch)
 
 

@@ -107,11 +107,11 @@ def _merge_attention_vjp_kernel(
 def _rejects(call) -> list[str]:
     reasons = []
     if call.out_a.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"out_a is {call.out_a.dtype}; float32, float16 and bfloat16 are served")
+        reasons.append(f"out_a is {call.out_a.dtype}; float32, float16 and bfloat16 are supported")
     if not 2 <= call.out_a.ndim <= 4:
-        reasons.append(f"out_a has {call.out_a.ndim} dims; 2 to 4 are served")
+        reasons.append(f"out_a has {call.out_a.ndim} dims; 2 to 4 are supported")
     if call.out_a.cols > 1024:
-        reasons.append(f"out_a has head dim {call.out_a.cols}; at most 1024 is served")
+        reasons.append(f"out_a has head dim {call.out_a.cols}; at most 1024 is supported")
     if not (call.out_a.unit and call.out_b.unit):
         reasons.append("out_a or out_b has a last stride other than 1")
     return reasons

@@ -221,10 +221,10 @@ class QuantizeConfig(NamedTuple):
 def _rejects(call) -> list[str]:
     reasons = []
     if call.q.dtype == torch.float64:
-        reasons.append("q is torch.float64; float32, float16 and bfloat16 are served")
+        reasons.append("q is torch.float64; float32, float16 and bfloat16 are supported")
     for name in ("q", "v"):
         if not 16 <= getattr(call, name).cols <= 128:  # at 256 a CTA's Hadamard matrix fills its shared memory
-            reasons.append(f"{name} has head dim {getattr(call, name).cols}; 16 to 128 are served")
+            reasons.append(f"{name} has head dim {getattr(call, name).cols}; 16 to 128 are supported")
     if call.q.dtype == torch.float32 and call.q.cols > 64 and (call.arch.shared_memory or 2**17) < 2**17:
         reasons.append(f"q is torch.float32 with head dim {call.q.cols}; up to 64 fit in {call.arch.name}'s memory")
     if call.arch.kind == "cuda" and call.arch.capability < (8, 9):

@@ -104,7 +104,7 @@ def _rejects_add(call) -> list[str]:
     reasons = _rejects({name: getattr(call, name) for name in names})
     for name in names:
         if getattr(call, name).dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            reasons.append(f"{name} is {getattr(call, name).dtype}; float32, float16 and bfloat16 are served")
+            reasons.append(f"{name} is {getattr(call, name).dtype}; float32, float16 and bfloat16 are supported")
     return reasons
 
 
@@ -114,7 +114,7 @@ def _rejects(tensors: dict) -> list[str]:
         if not x.unit:
             reasons.append(f"{name} has a last stride other than 1")
         if x.cols > TILE:
-            reasons.append(f"{name} has head dim {x.cols}; at most {TILE} is served")
+            reasons.append(f"{name} has head dim {x.cols}; at most {TILE} is supported")
     return reasons
 
 

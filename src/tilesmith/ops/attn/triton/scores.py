@@ -224,9 +224,9 @@ WEIGHTS_VJP_SPACE = Space(default=_default_vjp, dims=_dims_vjp, choices=SCORES_C
 def _reasons(call) -> list[str]:
     reasons = []
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are served")
+        reasons.append(f"q is {call.q.dtype}; float32, float16 and bfloat16 are supported")
     if call.q.cols > 256:
-        reasons.append(f"q has head dim {call.q.cols}; up to 256 is served")
+        reasons.append(f"q has head dim {call.q.cols}; up to 256 is supported")
     return reasons
 
 

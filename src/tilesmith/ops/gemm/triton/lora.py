@@ -188,7 +188,7 @@ def _reasons(call: Any) -> list[str]:
     named = {name: getattr(call, name) for name in ("x", "lora_a", "lora_b")}
     found = [f"{name} is float64; this kernel sums in float32" for name, t in named.items() if t.dtype == torch.float64]
     if call.lora_b.cols > MOST_RANK:
-        found.append(f"the rank is {call.lora_b.cols}; up to {MOST_RANK} are served")
+        found.append(f"the rank is {call.lora_b.cols}; up to {MOST_RANK} are supported")
     return found
 
 

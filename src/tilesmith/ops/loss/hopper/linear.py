@@ -165,7 +165,7 @@ def _reasons(call: Any) -> list[str]:
     if not NARROW < call.classes <= WIDEST or call.classes % 16:
         reasons.append(
             f"there are {call.classes} classes; more than {NARROW}, where Triton's kernel is slower, up to {WIDEST}, "
-            "and multiples of 16 are served"
+            "and multiples of 16 are supported"
         )
     return reasons or cluster_refused(call.x.device, call.classes)
 

@@ -49,14 +49,14 @@ SPACE_VJP = Space(
 def _reasons(call: Any) -> list[str]:
     found = fp8_steps.reasons(call)
     if call.arch.capability != (9, 0):
-        found.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+        found.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is supported")
     forward = hasattr(call, "x8")
     dtype = OUTPUTS[call.dtype] if forward else call.dy.dtype
     if dtype not in (torch.float16, torch.bfloat16):
-        found.append(f"results are {dtype}; float16 and bfloat16 are served")
+        found.append(f"results are {dtype}; float16 and bfloat16 are supported")
     hidden, inner = (call.x8.cols, call.down8.cols) if forward else (call.dy8.cols, call.gate_up8_t.cols // 2)
     sizes = {"a token": hidden, "the activation": inner}
-    return found + [f"{name} has {n} columns; multiples of 16 are served" for name, n in sizes.items() if n % 16]
+    return found + [f"{name} has {n} columns; multiples of 16 are supported" for name, n in sizes.items() if n % 16]
 
 
 def _product(

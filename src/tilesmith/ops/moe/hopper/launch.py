@@ -47,19 +47,19 @@ SPACE_VJP = Space(
 def _reasons_for_both(call: Any) -> list[str]:
     found = steps.reasons(call)
     if call.arch.capability != (9, 0):
-        found.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is served")
+        found.append(f"{call.arch.name} has no warpgroup products; compute capability 9.0 is supported")
     if call.x.dtype not in (torch.float16, torch.bfloat16):
-        found.append(f"x is {call.x.dtype}; float16 and bfloat16 are served")
+        found.append(f"x is {call.x.dtype}; float16 and bfloat16 are supported")
     if call.gate_up_lora_a is not None or call.down_lora_a is not None:
         found.append("adapters are given, which these products do not add")
     sizes = {"x": call.x.cols, "down": call.down.cols}
-    return found + [f"{name} has {n} columns; multiples of 8 are served" for name, n in sizes.items() if n % 8]
+    return found + [f"{name} has {n} columns; multiples of 8 are supported" for name, n in sizes.items() if n % 8]
 
 
 def _reasons(call: Any) -> list[str]:
     found = _reasons_for_both(call)
     if call.activation != "swiglu":
-        found.append(f"activation is {call.activation!r}; 'swiglu' is served")
+        found.append(f"activation is {call.activation!r}; 'swiglu' is supported")
     if call.few:
         found.append(f"experts get {HOPPER_LEAST} pairs or fewer on average: narrow tiles wait less for the weights")
     return found

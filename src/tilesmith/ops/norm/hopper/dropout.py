@@ -62,7 +62,7 @@ def _vjp_reasons(call: Any) -> list[str]:
     cols, center = call.s.cols, call.kind == "layer"
     reasons = norms.rows_refused(call._replace(seed=None), cols, NARROWEST - 1)
     if cols <= (4096 if center else 8192) and cols % NARROWEST:
-        reasons.append(f"rows have {cols} columns; so few are served in multiples of {NARROWEST}")
+        reasons.append(f"rows have {cols} columns; so few are supported in multiples of {NARROWEST}")
     if center and cols <= 4096 and call.s.dtype == torch.float32:
         reasons.append(f"layer norm of {cols} columns of float32; Triton's kernel was not slower")
     if call.dy is None or not all(call.output_mask[:2]):

@@ -209,7 +209,7 @@ def _refused(call: Any, size: int, *others: Any) -> list[str]:
         reasons.append("x or its gradient is not bfloat16")
     most = MOST_BYTES // size // 1024 * 1024
     if not ABOVE < call.x.cols <= most or call.x.cols % 8:
-        reasons.append(f"rows have {call.x.cols} columns; multiples of 8 above {ABOVE} and up to {most} are served")
+        reasons.append(f"rows have {call.x.cols} columns; multiples of 8 above {ABOVE} and up to {most} are supported")
     return reasons
 
 
