@@ -85,7 +85,7 @@ def shard_sequence(
     are of this rank's tokens (`model_sharding(model).batch.layout`), outputs of poolers are None. gradients: "mean":
     the mean over the ranks of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP)
     take it; "sum": their sum.
-    What a model adds to its loss beside the labels' is added as each rank has it.
+    What a model adds to its loss beside the labels', such as a router's losses, is the mean of what the ranks have.
 
     The model is run on a few tokens to see whether it takes positions and shifted labels as they are given. One that
     numbers positions in its own way (RoBERTa; OPT behind padding) needs `position_ids`.
@@ -218,7 +218,7 @@ def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     name = next((n for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
     if name is None:
         raise ValueError("shard_sequence: give input_ids or inputs_embeds by name or in the model's order")
-    _refuse_call(named)
+    _refuse_call(model, named)
     tokens = named[name]
     rows, length = tokens.shape[:2]
     _refuse_mask(named.get("attention_mask"), rows, length)
@@ -237,21 +237,22 @@ def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-    """The loss of the whole batch: its value from all ranks, its gradient from this one's tokens."""
+    """The loss of the whole batch: its value from all ranks, of whose losses it is the mean (`_labels`), its gradient
+    from this one's tokens."""
     sharding, loss = model_sharding(model), getattr(out, "loss", None)
     _without_pooled(type(model).__name__, out, sharding.batch.layout.local)
     if loss is None or kwargs.get("labels") is None:
         return out
     ring = sharding.ring
-    total = loss.detach().clone()
+    total = loss.detach() / ring.size
     if ring.size > 1:
         dist.all_reduce(total, group=ring.group)
-    mine = loss * (ring.size if sharding.gradients == "mean" else 1)
+    mine = loss if sharding.gradients == "mean" else loss / ring.size
     out.loss = mine + (total - mine.detach())
     return out
 
 
-def _refuse_call(named: dict[str, Any]) -> None:
+def _refuse_call(model: nn.Module, named: dict[str, Any]) -> None:
     """Raise for arguments that a rank would take for those of its own tokens, or that no rank can serve."""
     cache = next((n for n in CACHE_NAMES if named.get(n) is not None), None)
     if cache is not None:
@@ -262,8 +263,11 @@ def _refuse_call(named: dict[str, Any]) -> None:
         raise ValueError(f"shard_sequence: {other} is given; of tensors only {', '.join(known)} are served")
     if named.get("logits_to_keep"):
         raise ValueError("shard_sequence: logits_to_keep would be of each rank's own last tokens; leave it out")
-    if named.get("return_dict") is False:
-        raise ValueError("shard_sequence: return_dict must not be False; outputs are found by their names")
+    if named.get("return_dict", getattr(model.config, "return_dict", True)) is False:
+        raise ValueError(
+            "shard_sequence: return_dict, of the call or the model's config, must not be False; outputs are found by "
+            "their names"
+        )
 
 
 def _refuse_mask(mask: Tensor | None, rows: int, length: int) -> None:
@@ -316,6 +320,11 @@ def _batch(named: dict[str, Any], positions: Tensor, rows: int, length: int, siz
     padding = named.get("attention_mask")
     padding = None if padding is None or bool(padding.bool().all()) else padding.bool()
     given = named.get("cu_seq_lens_q")
+    if given is not None and padding is not None:
+        raise ValueError(
+            "shard_sequence: cu_seq_lens_q is given beside an attention_mask that hides tokens, which is of rows that "
+            "are not packed; leave one of them out"
+        )
     begins = positions[:, 1:] != positions[:, :-1] + 1
     if padding is None and (given is not None or (positions.shape[0] == 1 and rows == 1)):
         if given is None:
@@ -344,15 +353,16 @@ def _labels(named: dict[str, Any], rows: int, length: int, shard: Any, model: nn
             f"shard_sequence: the loss of {type(model).__name__} takes no shift_labels; it is not that of a causal "
             "language model. Leave labels out and compute it from the logits of each rank"
         )
-    shifted = named.get("shift_labels")
+    shifted, ignored = named.get("shift_labels"), named.get("ignore_index", _NO_LABEL)
     if shifted is None:
-        shifted = nn.functional.pad(named["labels"][..., 1:], (0, 1), value=_NO_LABEL)
+        shifted = nn.functional.pad(named["labels"][..., 1:], (0, 1), value=ignored)
     if tuple(shifted.shape) != (rows, length):
         raise ValueError(f"shard_sequence: labels must be [{rows}, {length}], got {list(shifted.shape)}")
-    count = named.get("num_items_in_batch")
-    count = (shifted != _NO_LABEL).sum() if count is None else count
-    mine = shard(shifted, _NO_LABEL)
-    return {"labels": mine, "shift_labels": mine, "num_items_in_batch": count}
+    count, ranks = named.get("num_items_in_batch"), model_sharding(model).ring.size
+    count = (shifted != ignored).sum() if count is None else count
+    mine = shard(shifted, ignored)
+    # a rank's share: the whole loss is the mean of the ranks', also of what a model adds beside the labels'
+    return {"labels": mine, "shift_labels": mine, "num_items_in_batch": count / ranks}
 
 
 def _parameters(kind: type) -> list[str]:
