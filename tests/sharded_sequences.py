@@ -121,6 +121,15 @@ def check_batches_that_one_rank_has_otherwise(mesh):
             ids, labels=None if odd else ids
         ),
         f"input_ids must be the same on all ranks, got .* on rank {last}": lambda: model(ids[:1] if odd else ids),
+        f"the values of input_ids must be the same on all ranks, got .* on rank {last}": lambda: model(
+            ids.flip(1) if odd else ids
+        ),
+        f"the values of labels must be the same on all ranks, got .* on rank {last}": lambda: model(
+            ids, labels=ids.roll(1, 0) if odd else ids
+        ),
+        f"num_items_in_batch must be the same on all ranks, got .* on rank {last}": lambda: model(
+            ids, labels=ids, num_items_in_batch=20 + odd
+        ),
     }.items():
         with soon(), pytest.raises(ValueError, match=words if odd else words.replace("^", "shard_sequence: ")):
             call()

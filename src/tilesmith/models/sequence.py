@@ -29,6 +29,7 @@ _GRADIENTS = ("mean", "sum")
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}  # their angles depend on the longest position that a rank sees
 _NO_LABEL = -100
+_MIX = 0x1E3779B97F4A7C15  # odd: spreads what differs over the bits of a checksum
 _BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "shift_labels")
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -94,7 +95,7 @@ def shard_sequence(
     whose angles depend on the length, whose attention does not go through transformers' interface, which are not told
     positions, or have no weights yet; at a call for caches, dense masks, labels of a loss that takes no shifted ones,
     tensors that are not sharded (`token_type_ids`, images), `logits_to_keep`, and where all outputs are pooled. A call
-    that is refused on one rank, or has other arguments or shapes there, is refused on all.
+    that is refused on one rank, or has other arguments, shapes or values of integers there, is refused on all.
     """
     transformers = _transformers()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -199,16 +200,38 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     """Shard a batch: what the model is called with. Ranks whose batches are not alike hear of it here: a rank that has
     labels would wait for the loss of one that has none."""
     ring = model_sharding(model).ring
+    given = dict(zip(_parameters(type(model)), args)) | kwargs
     with refusals_told(ring, "shard_sequence"):
-        found = _sharded(model, dict(zip(_parameters(type(model)), args)) | kwargs)
-    _compare(ring, found)
+        found = _sharded(model, dict(given))
+    if ring.size > 1:
+        _compare(ring, found, given)
     return (), found
 
 
 @torch.compiler.disable(reason="ranks compare their batches")
-def _compare(ring: Ring, named: dict[str, Any]) -> None:
-    shapes = {name: list(x.shape) for name, x in sorted(named.items()) if isinstance(x, Tensor)}
-    ring.agree({ring.ranks[0]: {"pass": "shard_sequence", "arguments": list(shapes), **shapes}}, "shard_sequence")
+def _compare(ring: Ring, sharded: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise ValueError on all ranks where a rank was given another batch, as loaders of data parallel training do."""
+    shapes = {name: list(x.shape) for name, x in sorted(sharded.items()) if isinstance(x, Tensor)}
+    told = {"pass": "shard_sequence", "arguments": list(shapes), **shapes, **_checksums(given)}
+    ring.agree({ring.ranks[0]: told}, "shard_sequence")
+
+
+def _checksums(given: dict[str, Any]) -> dict[str, str]:
+    """Of each tensor of integers, and of the number of labels, what differs where a value does. Asks a device once."""
+    count = given.get("num_items_in_batch")
+    found = {} if count is None or isinstance(count, Tensor) else {"num_items_in_batch": str(count)}
+    integers = {n: x for n, x in sorted(given.items()) if isinstance(x, Tensor) and not x.is_floating_point()}
+    if integers:
+        sums = [_checksum(x) for x in integers.values()]
+        values = torch.stack([x.to(sums[0].device) for x in sums]).tolist()
+        found |= {f"the values of {name}": f"checksum {value}" for name, value in zip(integers, values)}
+    return found
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """A number of 64 bits of a tensor of integers, also of their order."""
+    mixed = (x.reshape(-1).long() + torch.arange(x.numel(), device=x.device) * _MIX) * _MIX
+    return (mixed ^ (mixed >> 29)).sum()
 
 
 def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
