@@ -136,6 +136,29 @@ def check_batches_that_one_rank_has_otherwise(mesh):
         model(ids)
 
 
+def check_looks_at_a_sharded_model(mesh):
+    """Runs without values, as `optimize` makes of decoder layers after a first call, tell other ranks nothing."""
+    pytest.importorskip("transformers")
+    from optimize_models import OPS, build
+    from tilesmith.engine import use
+    from tilesmith.models import optimize, shard_sequence
+    from torch._subclasses import FakeTensorMode
+
+    ids = torch.randint(VOCABULARY, (2, 12))
+    model = build("llama")
+    expected = model(ids, labels=ids).loss
+    shard_sequence(model, mesh)
+    model(ids)
+    with use(**dict.fromkeys(OPS, "reference")), soon():
+        if mesh.get_rank() == 0:
+            twin = copy.deepcopy(model).to("meta")
+            assert twin(ids.to("meta"), labels=ids.to("meta")).logits.shape == (2, 12, VOCABULARY)
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                model(mode.from_tensor(ids))
+            optimize(model)
+        torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+
+
 def check_positions(mesh):
     """A model that numbers positions in its own way is served with its own, and refused without."""
     transformers = pytest.importorskip("transformers")

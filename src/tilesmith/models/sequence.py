@@ -159,6 +159,7 @@ def attention_forward(
     sharding = module.__dict__["_tilesmith_sharding"]
     if sharding.seen is not None:
         sharding.seen.append((query, key))
+    if sharding.seen is not None or not _has_values(query):
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
     batch = kwargs.get(_BATCH) or sharding.batch
     if attention_mask is None:
@@ -201,6 +202,8 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     labels would wait for the loss of one that has none."""
     ring = model_sharding(model).ring
     given = dict(zip(_parameters(type(model)), args)) | kwargs
+    if not all(_has_values(x) for x in given.values() if isinstance(x, Tensor)):
+        return args, kwargs
     with refusals_told(ring, "shard_sequence"):
         found = _sharded(model, dict(given))
     if ring.size > 1:
@@ -263,6 +266,8 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> A
     """The loss of the whole batch: its value from all ranks, of whose losses it is the mean (`_labels`), its gradient
     from this one's tokens."""
     sharding, loss = model_sharding(model), getattr(out, "loss", None)
+    if _BATCH not in kwargs:  # `_before` left it as it was
+        return out
     _without_pooled(type(model).__name__, out, sharding.batch.layout.local)
     if loss is None or kwargs.get("labels") is None:
         return out
@@ -273,6 +278,12 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> A
     mine = loss if sharding.gradients == "mean" else loss / ring.size
     out.loss = mine + (total - mine.detach())
     return out
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether this is a run that ranks make together. Those on tensors without values are looks of one process at a
+    model, as `optimize` takes: nothing may be told to other ranks, which would take it for a call."""
+    return x.device.type != "meta" and not isinstance(x, torch._subclasses.FakeTensor)
 
 
 def _refuse_call(model: nn.Module, named: dict[str, Any]) -> None:
