@@ -139,10 +139,11 @@ def check_batches_that_one_rank_has_otherwise(mesh):
 def check_looks_at_a_sharded_model(mesh):
     """Runs without values, as `optimize` makes of decoder layers after a first call, tell other ranks nothing."""
     pytest.importorskip("transformers")
+    from torch._subclasses import FakeTensorMode
+
     from optimize_models import OPS, build
     from tilesmith.engine import use
     from tilesmith.models import optimize, shard_sequence
-    from torch._subclasses import FakeTensorMode
 
     ids = torch.randint(VOCABULARY, (2, 12))
     model = build("llama")
