@@ -160,6 +160,25 @@ def check_looks_at_a_sharded_model(mesh):
         torch.testing.assert_close(model(ids, labels=ids).loss, expected)
 
 
+def check_copies_of_a_sharded_model(mesh):
+    """A copy is sharded, too, and is given its attention back without its original."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import model_sharding, shard_sequence
+
+    ids = torch.randint(VOCABULARY, (1, 12))
+    model = build("llama")
+    before = model.config._attn_implementation
+    shard_sequence(model, mesh)
+    twin = copy.deepcopy(model)
+    assert twin(ids).logits.shape[1] == model(ids).logits.shape[1] < 12
+    model_sharding(twin).remove()
+    assert model_sharding(twin) is None and twin.config._attn_implementation == before
+    assert twin(ids).logits.shape[1] == 12 > model(ids).logits.shape[1]
+    model_sharding(model).remove()
+    assert model(ids).logits.shape[1] == 12
+
+
 def check_positions(mesh):
     """A model that numbers positions in its own way is served with its own, and refused without."""
     transformers = pytest.importorskip("transformers")

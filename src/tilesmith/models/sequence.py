@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +48,23 @@ class Batch:
 class Sharding:
     """What a sharded model remembers; `remove` makes it the model that it was."""
 
-    def __init__(self, ring: Ring, mode: str, gradients: str):
-        self.ring, self.mode, self.gradients = ring, mode, gradients
+    def __init__(self, model: nn.Module, ring: Ring, mode: str, gradients: str):
+        self.model, self.ring, self.mode, self.gradients = weakref.ref(model), ring, mode, gradients
         self.batch: Batch | None = None
         self.habits: Habits | None = None
         self.seen: list[tuple[Tensor, Tensor]] | None = None  # what attention records while the model is looked at
-        self.removals: list[Any] = []
+        configs = {id(m.config): m.config for m in model.modules() if _has_config(m)}.values()
+        self.implementations = [(config, config._attn_implementation) for config in configs]
 
     def __deepcopy__(self, memo: dict) -> Sharding:
-        return self  # process groups cannot be copied; a copied model lives on the same ranks
+        """That of a copied model, which lives on the same ranks: process groups cannot be copied."""
+        model = memo.get(id(self.model()))
+        if model is None:  # a part of it is copied
+            return self
+        made = copy.copy(self)
+        made.model = weakref.ref(model)
+        made.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
+        return made
 
     def watch(self) -> list[tuple[Tensor, Tensor]]:
         """Record the queries and keys that attention gets, in a new list."""
@@ -63,9 +73,16 @@ class Sharding:
 
     def remove(self) -> None:
         """Take the hooks off and give the model its attention back."""
-        for undo in self.removals:
-            undo()
-        self.removals.clear()
+        model = self.model()
+        for module in model.modules():
+            if module.__dict__.get("_tilesmith_sharding") is self:
+                del module.__dict__["_tilesmith_sharding"]
+        for config, implementation in self.implementations:
+            config._attn_implementation_internal = implementation
+        for kind, ours in (("_forward_pre_hooks", _before), ("_forward_hooks", _after)):
+            for key in [key for key, hook in getattr(model, kind).items() if hook is ours]:
+                del getattr(model, kind)[key]
+                getattr(model, f"{kind}_with_kwargs").pop(key, None)
 
 
 def shard_sequence(
@@ -110,27 +127,21 @@ def shard_sequence(
     ring = ring_of(mesh)
     if len(ring.ranks) != 1:
         raise ValueError("shard_sequence: mesh must have one rank in this process; a LocalRing has all of them")
-    sharding = Sharding(ring, mode, gradients)
+    sharding = Sharding(model, ring, mode, gradients)
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, _mask)
-    before = {id(m.config): (m.config, m.config._attn_implementation) for m in model.modules() if _has_config(m)}
     model.set_attn_implementation(NAME)
     for module in model.modules():
         if module is model or uses_interface(module):
             module.__dict__["_tilesmith_sharding"] = sharding
-            sharding.removals.append(lambda m=module: m.__dict__.pop("_tilesmith_sharding", None))
-    for config, implementation in before.values():
-        sharding.removals.append(lambda c=config, i=implementation: setattr(c, "_attn_implementation_internal", i))
     try:
         sharding.habits = habits(model, sharding.watch)
     except Exception:
         sharding.remove()
         raise
     sharding.seen = None
-    sharding.removals += [
-        model.register_forward_pre_hook(_before, with_kwargs=True).remove,
-        model.register_forward_hook(_after, with_kwargs=True).remove,
-    ]
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, with_kwargs=True)
     return model
 
 
