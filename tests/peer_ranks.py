@@ -195,6 +195,11 @@ def copied(into, x):
     current().do(lambda: into.copy_(x))
 
 
+def kept_until(stream, x):
+    """`x.record_stream(stream)`: the stream holds the tensor until it comes to this."""
+    stream.do(lambda: x)
+
+
 def packed(sent, heads, into, runs, copy=peer_memory.copy_runs):
     """`peer_memory.copy_runs` on the current stream."""
     current().do(lambda: copy(sent, heads, into, runs))
@@ -223,6 +228,7 @@ def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "
         monkeypatch.setattr(peer_memory, "_identity", identity)
         monkeypatch.setattr(peer_memory, "_copy", copied)
         monkeypatch.setattr(peer_memory, "copy_runs", packed)
+        monkeypatch.setattr(peer_memory, "_kept_until", kept_until)
         monkeypatch.setattr(peer_memory, "told", _told_who_waits(peer_memory.told))
     ask = {"get_rank": lambda group: group.rank, "get_world_size": lambda group: size}
     monkeypatch.setattr(peer_memory, "dist", types.SimpleNamespace(**ask))

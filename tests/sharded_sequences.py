@@ -64,6 +64,47 @@ def check_models_of_transformers(mesh):
         torch.testing.assert_close(sharded.eval()(**batches["plain"]).loss, model.eval()(**batches["plain"]).loss)
 
 
+def check_losses_that_a_model_adds(mesh):
+    """Those of routers count as in one process: their mean, by value and by gradient."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import shard_sequence
+
+    ids = torch.randint(VOCABULARY, (2, 16))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    for gradients, share in (("mean", mesh.size()), ("sum", 1)):
+        model = shard_sequence(build("mixtral").double(), mesh, gradients=gradients)
+        model.router_aux_loss_coef = 1.0
+        found = []
+        for what in ("loss", "loss", "aux_loss"):
+            model.zero_grad()
+            out = model(**batch, output_router_logits=len(found) > 0)
+            getattr(out, what).backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+            values = [getattr(out, what).detach().clone(), *grads]
+            for value in values:
+                dist.all_reduce(value)
+            found.append([values[0] / mesh.size(), *(grad / share for grad in values[1:])])
+        for plain, whole, added in zip(*found):
+            others = mesh.size() // share if added.ndim else 1  # gradients of aux_loss itself are of their sum
+            torch.testing.assert_close(whole, plain + added / others)
+
+
+def check_labels_of_another_mark(mesh):
+    """`ignore_index`, which transformers' loss takes, is that of what lies behind the last label, too."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import shard_sequence
+
+    ids = torch.randint(1, VOCABULARY, (2, 13))
+    labels = ids.clone()
+    labels[0, :5] = 0
+    model = build("llama")
+    batch = {"input_ids": ids, "labels": labels, "ignore_index": 0}
+    expected = _loss_and_gradients(copy.deepcopy(model), **batch)[0]
+    torch.testing.assert_close(_loss_and_gradients(shard_sequence(model, mesh), **batch)[0], expected)
+
+
 def check_batches_that_one_rank_has_otherwise(mesh):
     """All ranks hear of it before they compute, and can go on."""
     pytest.importorskip("transformers")
@@ -80,10 +121,62 @@ def check_batches_that_one_rank_has_otherwise(mesh):
             ids, labels=None if odd else ids
         ),
         f"input_ids must be the same on all ranks, got .* on rank {last}": lambda: model(ids[:1] if odd else ids),
+        f"the values of input_ids must be the same on all ranks, got .* on rank {last}": lambda: model(
+            ids.flip(1) if odd else ids
+        ),
+        f"the values of labels must be the same on all ranks, got .* on rank {last}": lambda: model(
+            ids, labels=ids.roll(1, 0) if odd else ids
+        ),
+        f"num_items_in_batch must be the same on all ranks, got .* on rank {last}": lambda: model(
+            ids, labels=ids, num_items_in_batch=20 + odd
+        ),
     }.items():
         with soon(), pytest.raises(ValueError, match=words if odd else words.replace("^", "shard_sequence: ")):
             call()
         model(ids)
+
+
+def check_looks_at_a_sharded_model(mesh):
+    """Runs without values, as `optimize` makes of decoder layers after a first call, tell other ranks nothing."""
+    pytest.importorskip("transformers")
+    from torch._subclasses import FakeTensorMode
+
+    from optimize_models import OPS, build
+    from tilesmith.engine import use
+    from tilesmith.models import optimize, shard_sequence
+
+    ids = torch.randint(VOCABULARY, (2, 12))
+    model = build("llama")
+    expected = model(ids, labels=ids).loss
+    shard_sequence(model, mesh)
+    model(ids)
+    with use(**dict.fromkeys(OPS, "reference")), soon():
+        if mesh.get_rank() == 0:
+            twin = copy.deepcopy(model).to("meta")
+            assert twin(ids.to("meta"), labels=ids.to("meta")).logits.shape == (2, 12, VOCABULARY)
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                model(mode.from_tensor(ids))
+            optimize(model)
+        torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+
+
+def check_copies_of_a_sharded_model(mesh):
+    """A copy is sharded, too, and is given its attention back without its original."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import model_sharding, shard_sequence
+
+    ids = torch.randint(VOCABULARY, (1, 12))
+    model = build("llama")
+    before = model.config._attn_implementation
+    shard_sequence(model, mesh)
+    twin = copy.deepcopy(model)
+    assert twin(ids).logits.shape[1] == model(ids).logits.shape[1] < 12
+    model_sharding(twin).remove()
+    assert model_sharding(twin) is None and twin.config._attn_implementation == before
+    assert twin(ids).logits.shape[1] == 12 > model(ids).logits.shape[1]
+    model_sharding(model).remove()
+    assert model(ids).logits.shape[1] == 12
 
 
 def check_positions(mesh):
@@ -130,11 +223,18 @@ def check_what_is_not_of_tokens(mesh):
     for words, named in {
         r"position_ids must be \[1 or 2, 12\], got \[3, 2, 12\]": {"position_ids": torch.zeros(3, 2, 12).long()},
         "logits_to_keep would be of each rank's own": {"logits_to_keep": 1},
-        "return_dict must not be False": {"return_dict": False},
+        "return_dict, of the call": {"return_dict": False},
         "pixel_values is given; of tensors only": {"pixel_values": torch.zeros(1)},
     }.items():
         with pytest.raises(ValueError, match=words):
             llama(input_ids=ids, **named)
+    ends, hides = torch.tensor([0, 5, 12], dtype=torch.int32), torch.ones(1, 12).long()
+    hides[0, 11:] = 0
+    with pytest.raises(ValueError, match="cu_seq_lens_q is given beside an attention_mask that hides tokens"):
+        llama(input_ids=ids[:1], cu_seq_lens_q=ends, attention_mask=hides)
+    llama.config.return_dict = False
+    with pytest.raises(ValueError, match="return_dict, of the call or the model's config, must not be False"):
+        llama(input_ids=ids)
     alone = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
     bert = shard_sequence(copy.deepcopy(alone), mesh)
     out, layout = bert(ids), model_sharding(bert).batch.layout

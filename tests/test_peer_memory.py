@@ -4,6 +4,7 @@ import random
 import threading
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tilesmith import ops
 from tilesmith.distributed import Layout, LocalRing, ProcessGroupRing, RingError, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS
 from tilesmith.distributed.schedule import Moves, Transfer
+from tilesmith.distributed.signals import SLOTS
 from tilesmith.distributed.transport import SYMMETRIC, Peers
 
 
@@ -754,6 +756,30 @@ def test_what_is_still_written_is_kept(ranks):
         return all(any(x is y for (y,) in kept) for x in into), all(bool(x.isnan().all()) for x in into)
 
     assert ranks(2, work)[0] == (True, True)
+
+
+def test_memory_of_an_exchange_that_nobody_waited_for_outlives_it(ranks, monkeypatch):
+    """As after an exception, where another stream than that which made the memory begins the next exchange."""
+    posted, freed = threading.Event(), []
+
+    def by_address(into, x):
+        there = weakref.ref(into)
+        current().do(lambda: freed.append(x) if there() is None else there().copy_(x))
+
+    monkeypatch.setattr(peer_ranks, "copied", by_address)
+
+    def work(rank, memory, gather):
+        if rank == 1:
+            posted.wait(TIMEOUT)
+        for _ in range(SLOTS + 1):
+            with within(Stream()):
+                memory.begin(BOTH, _tensors(rank), _tensors(rank), "keys", TIMEOUT, gather)()
+        posted.set()
+        synchronize()
+        return len(memory._under_way)
+
+    assert ranks(2, work) == [SLOTS, SLOTS]
+    assert not freed
 
 
 def test_a_watch_that_cannot_tell_still_lets_the_gpu_go_on(ranks, monkeypatch):

@@ -164,7 +164,7 @@ class PeerMemory:
         self._count += 1
         slot, here = self._count % SLOTS, torch.cuda.current_stream(self._index)
         self._take(slot, here)
-        self._under_way.pop(slot, None)
+        self._let_go(slot)
         places = exchange.placed(slot, self._view)
         if exchange.readers and sent[0].data_ptr() != places.mine[0][1][0].data_ptr():
             for share, memory in places.mine:
@@ -222,6 +222,13 @@ class PeerMemory:
         if self._writer is not None and self._writer != here:  # of an exchange that never began
             here.wait_event(self._writer.record_event())
         self._writer = None
+
+    def _let_go(self, slot: int) -> None:
+        """Forget what last used a slot. Where nobody waited for it, as after an exception, the stream that made its
+        tensors does not know how long they are written: the allocator has to."""
+        arrival = self._under_way.pop(slot, None)
+        for x in () if arrival is None else arrival.kept:
+            _kept_until(self._signals.side, x)
 
     def need(self, moves: Moves, sent: Sequence[Tensor]) -> int:
         """Bytes of a slot that an exchange takes."""
@@ -347,6 +354,11 @@ def kinds_of(sent: Sequence[Tensor]) -> list[Kind]:
 def _copy(into: Tensor, x: Tensor) -> None:
     """Behind what the current stream does."""
     into.copy_(x)
+
+
+def _kept_until(stream: Any, x: Tensor) -> None:
+    """Let memory be used for something else only behind what a stream does so far."""
+    x.record_stream(stream)
 
 
 def _run(x: Tensor, low: int, high: int) -> Tensor:

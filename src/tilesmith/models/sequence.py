@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ _GRADIENTS = ("mean", "sum")
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}  # their angles depend on the longest position that a rank sees
 _NO_LABEL = -100
+_MIX = 0x1E3779B97F4A7C15  # odd: spreads what differs over the bits of a checksum
 _BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "shift_labels")
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -45,15 +48,23 @@ class Batch:
 class Sharding:
     """What a sharded model remembers; `remove` makes it the model that it was."""
 
-    def __init__(self, ring: Ring, mode: str, gradients: str):
-        self.ring, self.mode, self.gradients = ring, mode, gradients
+    def __init__(self, model: nn.Module, ring: Ring, mode: str, gradients: str):
+        self.model, self.ring, self.mode, self.gradients = weakref.ref(model), ring, mode, gradients
         self.batch: Batch | None = None
         self.habits: Habits | None = None
         self.seen: list[tuple[Tensor, Tensor]] | None = None  # what attention records while the model is looked at
-        self.removals: list[Any] = []
+        configs = {id(m.config): m.config for m in model.modules() if _has_config(m)}.values()
+        self.implementations = [(config, config._attn_implementation) for config in configs]
 
     def __deepcopy__(self, memo: dict) -> Sharding:
-        return self  # process groups cannot be copied; a copied model lives on the same ranks
+        """That of a copied model, which lives on the same ranks: process groups cannot be copied."""
+        model = memo.get(id(self.model()))
+        if model is None:  # a part of it is copied
+            return self
+        made = copy.copy(self)
+        made.model = weakref.ref(model)
+        made.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
+        return made
 
     def watch(self) -> list[tuple[Tensor, Tensor]]:
         """Record the queries and keys that attention gets, in a new list."""
@@ -62,9 +73,16 @@ class Sharding:
 
     def remove(self) -> None:
         """Take the hooks off and give the model its attention back."""
-        for undo in self.removals:
-            undo()
-        self.removals.clear()
+        model = self.model()
+        for module in model.modules():
+            if module.__dict__.get("_tilesmith_sharding") is self:
+                del module.__dict__["_tilesmith_sharding"]
+        for config, implementation in self.implementations:
+            config._attn_implementation_internal = implementation
+        for kind, ours in (("_forward_pre_hooks", _before), ("_forward_hooks", _after)):
+            for key in [key for key, hook in getattr(model, kind).items() if hook is ours]:
+                del getattr(model, kind)[key]
+                getattr(model, f"{kind}_with_kwargs").pop(key, None)
 
 
 def shard_sequence(
@@ -85,7 +103,7 @@ def shard_sequence(
     are of this rank's tokens (`model_sharding(model).batch.layout`), outputs of poolers are None. gradients: "mean":
     the mean over the ranks of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP)
     take it; "sum": their sum.
-    Other terms that a model adds to its loss are added as each rank computes them.
+    Other terms that a model adds to its loss, such as a router's losses, are the mean of what the ranks compute.
 
     The model is run on a few tokens to check that it uses positions and shifted labels as given. A model that numbers
     positions in its own way (RoBERTa; OPT after padding) needs `position_ids`.
@@ -94,7 +112,7 @@ def shard_sequence(
     whose angles depend on the length, whose attention does not use transformers' interface, which take no positions, or
     which have no weights yet; at a call for caches, dense masks, labels of a loss that does not accept shifted ones,
     tensors that are not sharded (`token_type_ids`, images), `logits_to_keep`, and where all outputs are pooled. A call
-    that is refused on one rank, or has other arguments or shapes there, is refused on all.
+    that is refused on one rank, or has other arguments, shapes or values of integers there, is refused on all.
     """
     transformers = _transformers()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -109,27 +127,21 @@ def shard_sequence(
     ring = ring_of(mesh)
     if len(ring.ranks) != 1:
         raise ValueError("shard_sequence: mesh must have one rank in this process; a LocalRing has all of them")
-    sharding = Sharding(ring, mode, gradients)
+    sharding = Sharding(model, ring, mode, gradients)
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, _mask)
-    before = {id(m.config): (m.config, m.config._attn_implementation) for m in model.modules() if _has_config(m)}
     model.set_attn_implementation(NAME)
     for module in model.modules():
         if module is model or uses_interface(module):
             module.__dict__["_tilesmith_sharding"] = sharding
-            sharding.removals.append(lambda m=module: m.__dict__.pop("_tilesmith_sharding", None))
-    for config, implementation in before.values():
-        sharding.removals.append(lambda c=config, i=implementation: setattr(c, "_attn_implementation_internal", i))
     try:
         sharding.habits = habits(model, sharding.watch)
     except Exception:
         sharding.remove()
         raise
     sharding.seen = None
-    sharding.removals += [
-        model.register_forward_pre_hook(_before, with_kwargs=True).remove,
-        model.register_forward_hook(_after, with_kwargs=True).remove,
-    ]
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, with_kwargs=True)
     return model
 
 
@@ -158,6 +170,7 @@ def attention_forward(
     sharding = module.__dict__["_tilesmith_sharding"]
     if sharding.seen is not None:
         sharding.seen.append((query, key))
+    if sharding.seen is not None or not _has_values(query):
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
     batch = kwargs.get(_BATCH) or sharding.batch
     if attention_mask is None:
@@ -199,16 +212,40 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     """Shard a batch: what the model is called with. Ranks whose batches are not alike hear of it here: a rank that has
     labels would wait for the loss of one that has none."""
     ring = model_sharding(model).ring
+    given = dict(zip(_parameters(type(model)), args)) | kwargs
+    if not all(_has_values(x) for x in given.values() if isinstance(x, Tensor)):
+        return args, kwargs
     with refusals_told(ring, "shard_sequence"):
-        found = _sharded(model, dict(zip(_parameters(type(model)), args)) | kwargs)
-    _compare(ring, found)
+        found = _sharded(model, dict(given))
+    if ring.size > 1:
+        _compare(ring, found, given)
     return (), found
 
 
 @torch.compiler.disable(reason="ranks compare their batches")
-def _compare(ring: Ring, named: dict[str, Any]) -> None:
-    shapes = {name: list(x.shape) for name, x in sorted(named.items()) if isinstance(x, Tensor)}
-    ring.agree({ring.ranks[0]: {"pass": "shard_sequence", "arguments": list(shapes), **shapes}}, "shard_sequence")
+def _compare(ring: Ring, sharded: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise ValueError on all ranks where a rank was given another batch, as loaders of data parallel training do."""
+    shapes = {name: list(x.shape) for name, x in sorted(sharded.items()) if isinstance(x, Tensor)}
+    told = {"pass": "shard_sequence", "arguments": list(shapes), **shapes, **_checksums(given)}
+    ring.agree({ring.ranks[0]: told}, "shard_sequence")
+
+
+def _checksums(given: dict[str, Any]) -> dict[str, str]:
+    """Of each tensor of integers, and of the number of labels, what differs where a value does. Asks a device once."""
+    count = given.get("num_items_in_batch")
+    found = {} if count is None or isinstance(count, Tensor) else {"num_items_in_batch": str(count)}
+    integers = {n: x for n, x in sorted(given.items()) if isinstance(x, Tensor) and not x.is_floating_point()}
+    if integers:
+        sums = [_checksum(x) for x in integers.values()]
+        values = torch.stack([x.to(sums[0].device) for x in sums]).tolist()
+        found |= {f"the values of {name}": f"checksum {value}" for name, value in zip(integers, values)}
+    return found
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """A number of 64 bits of a tensor of integers, also of their order."""
+    mixed = (x.reshape(-1).long() + torch.arange(x.numel(), device=x.device) * _MIX) * _MIX
+    return (mixed ^ (mixed >> 29)).sum()
 
 
 def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +255,7 @@ def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     name = next((n for n in ("input_ids", "inputs_embeds") if named.get(n) is not None), None)
     if name is None:
         raise ValueError("shard_sequence: give input_ids or inputs_embeds by name or in the model's order")
-    _refuse_call(named)
+    _refuse_call(model, named)
     tokens = named[name]
     rows, length = tokens.shape[:2]
     _refuse_mask(named.get("attention_mask"), rows, length)
@@ -237,21 +274,30 @@ def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-    """The loss of the whole batch: its value from all ranks, its gradient from this one's tokens."""
+    """The loss of the whole batch: its value from all ranks, of whose losses it is the mean (`_labels`), its gradient
+    from this one's tokens."""
     sharding, loss = model_sharding(model), getattr(out, "loss", None)
+    if _BATCH not in kwargs:  # `_before` left it as it was
+        return out
     _without_pooled(type(model).__name__, out, sharding.batch.layout.local)
     if loss is None or kwargs.get("labels") is None:
         return out
     ring = sharding.ring
-    total = loss.detach().clone()
+    total = loss.detach() / ring.size
     if ring.size > 1:
         dist.all_reduce(total, group=ring.group)
-    mine = loss * (ring.size if sharding.gradients == "mean" else 1)
+    mine = loss if sharding.gradients == "mean" else loss / ring.size
     out.loss = mine + (total - mine.detach())
     return out
 
 
-def _refuse_call(named: dict[str, Any]) -> None:
+def _has_values(x: Tensor) -> bool:
+    """Whether this is a run that ranks make together. Those on tensors without values are looks of one process at a
+    model, as `optimize` takes: nothing may be told to other ranks, which would take it for a call."""
+    return x.device.type != "meta" and not isinstance(x, torch._subclasses.FakeTensor)
+
+
+def _refuse_call(model: nn.Module, named: dict[str, Any]) -> None:
     """Raise for arguments that a rank would take for those of its own tokens, or that no rank can serve."""
     cache = next((n for n in CACHE_NAMES if named.get(n) is not None), None)
     if cache is not None:
@@ -262,8 +308,11 @@ def _refuse_call(named: dict[str, Any]) -> None:
         raise ValueError(f"shard_sequence: {other} is given; of tensors only {', '.join(known)} are supported")
     if named.get("logits_to_keep"):
         raise ValueError("shard_sequence: logits_to_keep would be of each rank's own last tokens; leave it out")
-    if named.get("return_dict") is False:
-        raise ValueError("shard_sequence: return_dict must not be False; outputs are found by their names")
+    if named.get("return_dict", getattr(model.config, "return_dict", True)) is False:
+        raise ValueError(
+            "shard_sequence: return_dict, of the call or the model's config, must not be False; outputs are found by "
+            "their names"
+        )
 
 
 def _refuse_mask(mask: Tensor | None, rows: int, length: int) -> None:
@@ -316,6 +365,11 @@ def _batch(named: dict[str, Any], positions: Tensor, rows: int, length: int, siz
     padding = named.get("attention_mask")
     padding = None if padding is None or bool(padding.bool().all()) else padding.bool()
     given = named.get("cu_seq_lens_q")
+    if given is not None and padding is not None:
+        raise ValueError(
+            "shard_sequence: cu_seq_lens_q is given beside an attention_mask that hides tokens, which is of rows that "
+            "are not packed; leave one of them out"
+        )
     begins = positions[:, 1:] != positions[:, :-1] + 1
     if padding is None and (given is not None or (positions.shape[0] == 1 and rows == 1)):
         if given is None:
@@ -344,15 +398,16 @@ def _labels(named: dict[str, Any], rows: int, length: int, shard: Any, model: nn
             f"shard_sequence: the loss of {type(model).__name__} takes no shift_labels; it is not that of a causal "
             "language model. Leave labels out and compute it from the logits of each rank"
         )
-    shifted = named.get("shift_labels")
+    shifted, ignored = named.get("shift_labels"), named.get("ignore_index", _NO_LABEL)
     if shifted is None:
-        shifted = nn.functional.pad(named["labels"][..., 1:], (0, 1), value=_NO_LABEL)
+        shifted = nn.functional.pad(named["labels"][..., 1:], (0, 1), value=ignored)
     if tuple(shifted.shape) != (rows, length):
         raise ValueError(f"shard_sequence: labels must be [{rows}, {length}], got {list(shifted.shape)}")
-    count = named.get("num_items_in_batch")
-    count = (shifted != _NO_LABEL).sum() if count is None else count
-    mine = shard(shifted, _NO_LABEL)
-    return {"labels": mine, "shift_labels": mine, "num_items_in_batch": count}
+    count, ranks = named.get("num_items_in_batch"), model_sharding(model).ring.size
+    count = (shifted != ignored).sum() if count is None else count
+    mine = shard(shifted, ignored)
+    # a rank's share: the whole loss is the mean of the ranks', also of what a model adds beside the labels'
+    return {"labels": mine, "shift_labels": mine, "num_items_in_batch": count / ranks}
 
 
 def _parameters(kind: type) -> list[str]:
