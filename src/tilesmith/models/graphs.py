@@ -22,11 +22,10 @@ from tilesmith.engine import torch_private
 from tilesmith.models.blocks import Call, checkpoints, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
-from tilesmith.models.reach import all_observed
+from tilesmith.models.reach import all_observed, capturing, has_own_hooks
 from tilesmith.models.recorded import CannotRecord, Memory, Recorded
 from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
 from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
-from tilesmith.rewrite import observed
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
@@ -264,8 +263,10 @@ class Graphs:
             return "without gradients"
         if torch_private.in_backward():
             return "repeated within a backward (checkpointing with use_reentrant=True, or of more than the block)"
-        if hooks and observed(block):
+        if hooks and has_own_hooks(block):
             return "it has hooks"
+        if capturing():
+            return "asked for what modules inside return (output_hidden_states, output_attentions)"
         if torch_private.saved_tensors_hooks(False) is not None and not checkpoints(block):
             return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
         return all_observed() or observer()
@@ -384,7 +385,7 @@ class _Block:
         Asked where a recording would be made: one that exists is dropped as soon as a hook is there (`Fingerprint`).
         """
         if not self.watched or not _is_watched(block, self.watched):
-            self.watched = next((name for name, m in block.named_modules() if name and observed(m)), "")
+            self.watched = next((name for name, m in block.named_modules() if name and has_own_hooks(m)), "")
         return f"{self.watched} in it has hooks" if self.watched else ""
 
     def still(self, model: nn.Module) -> str:
@@ -419,7 +420,7 @@ def _short(problem: Exception) -> str:
 
 def _is_watched(block: nn.Module, name: str) -> bool:
     try:
-        return observed(block.get_submodule(name))
+        return has_own_hooks(block.get_submodule(name))
     except AttributeError:  # it was removed
         return False
 
