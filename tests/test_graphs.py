@@ -3,11 +3,14 @@ overwrite. tests/test_graphs_gpu.py records CUDA graphs."""
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 import random
+import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -941,3 +944,46 @@ def test_bad_input():
         tilesmith.optimize(_stack(), graphs=1)
     with pytest.raises(ValueError, match="no two modules of one class.*make_graphed_callables"):
         tilesmith.optimize(nn.Sequential(nn.Linear(2, 2)), graphs=True)
+
+
+def test_a_replay_is_not_disturbed_by_another_thread(monkeypatch):
+    """Whose call finds the recording free before the replay has said that it is not, and would copy its own input in."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class Slow(Repeater):
+        waits = False
+
+        def record(self, fn):
+            replay, first = super().record(fn)
+
+            def slow():
+                if Slow.waits:
+                    Slow.waits = False
+                    begun.set()
+                    ended.wait(60)
+                replay()
+
+            return slow, first
+
+    monkeypatch.setattr(graphs, "RECORDER", Slow)
+    model, plain = tilesmith.optimize(build("llama"), graphs=True), tilesmith.optimize(build("llama"))
+    given = [{**batch("llama"), "use_cache": False} for _ in range(2)]
+    given[1]["input_ids"] = given[1]["input_ids"].flip(0, 1)
+    for _ in range(3):
+        model(**given[0]).loss.backward()
+    Slow.waits = True
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(contextvars.copy_context().run, lambda: model(**given[0]).loss)
+        assert begun.wait(60)
+        try:
+            second = model(**given[1]).loss
+        finally:
+            ended.set()
+    for found, one in ((first.result(), given[0]), (second, given[1])):
+        model.zero_grad(), plain.zero_grad()
+        wanted = plain(**one).loss
+        torch.testing.assert_close(found, wanted)
+        found.backward(), wanted.backward()
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert model.tilesmith_report.notes[-1].plain["another thread ran the model"] > 0

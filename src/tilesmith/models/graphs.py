@@ -8,6 +8,7 @@ launched by one call. `recorded.py` holds one recording: of one block, of severa
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
 import weakref
@@ -37,6 +38,7 @@ _NAMED = 3  # shapes of a reason in the report
 _AWAITS = "an earlier forward still awaits its backward"
 _NEW = "new shape"
 _BEYOND = f"beyond the {MOST_SHAPES} shapes that are recorded"
+_ELSEWHERE = "another thread ran the model"
 _OTHERWISE = "they are not always called as they were recorded"
 
 
@@ -68,10 +70,11 @@ class Graphs:
         self.within = False  # whether blocks run within a recording of the whole forward
         self._values: Values | None = None  # of the call of a whole forward that was looked at last
         self._held = ""  # why no block is recorded by itself in this forward: it will be recorded as a whole
+        self._turn = threading.RLock()  # of the thread whose calls are looked at
 
     def __getstate__(self) -> dict[str, Any]:
         # A recording is of the parameters that it was made with: a copy records its own.
-        own = ("_blocks", "_memory", "_trail", "_progress", "within", "_values", "_held")
+        own = ("_blocks", "_memory", "_trail", "_progress", "within", "_values", "_held", "_turn")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -123,6 +126,15 @@ class Graphs:
 
     def run(self, plain: Call, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of a block: by a recording where one may serve it, else by `plain`."""
+        if not self._turn.acquire(blocking=False):
+            self.refuse(_ELSEWHERE)
+            return plain(block, args, kwargs)
+        try:
+            return self._run(plain, block, args, kwargs)
+        finally:
+            self._turn.release()
+
+    def _run(self, plain: Call, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves: list[Tensor] = []
         try:
             spec = flatten((args, kwargs), leaves)
@@ -164,10 +176,22 @@ class Graphs:
     ) -> Any:
         """A call with labels of the model around the blocks: by a recording of it where one may serve it. ways: what
         runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
-        plain, apart = ways
+        plain, _ = ways
         # In eval mode it returns all logits; its own hooks are called around its forward.
         if self.within or not model.training or self.obstacle(model, hooks=False):
             return plain(model, args, kwargs)
+        if not self._turn.acquire(blocking=False):
+            self.beside[_ELSEWHERE] += 1
+            return plain(model, args, kwargs)
+        try:
+            return self._run_whole(ways, read, model, args, kwargs)
+        finally:
+            self._turn.release()
+
+    def _run_whole(
+        self, ways: tuple[Call, Call], read: Callable[[], Values], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        plain, apart = ways
         why = known.still(model) if (known := self._blocks.get(model)) is not None else ""
         if why:
             self.beside[why] += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ class Memory:
         self.recorder = recorder
         self.recordings: weakref.WeakSet[Recorded] = weakref.WeakSet()
         self.waiting: dict[int, Recorded] = {}  # by number: those whose forward awaits its backward
+        self.turn = threading.Lock()  # of the thread that replays; backwards run on threads of their own
         self.count = 0
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self.results: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -218,7 +220,7 @@ class Recorded:
 
     def free(self, leaves: list[Tensor]) -> bool:
         """Whether a replay overwrites nothing that is still needed."""
-        waiting = self.memory.waiting
+        waiting = dict(self.memory.waiting)  # a backward on another thread takes what it has computed out
         if not waiting:
             return True
         if max(waiting) >= self.number:
@@ -276,6 +278,10 @@ class Recorded:
         return self.number in self.memory.waiting
 
     def replay_forward(self, leaves: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
+        with self.memory.turn:
+            return self._replay_forward(leaves)
+
+    def _replay_forward(self, leaves: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
         for place, (slot, buffer, leaf) in enumerate(zip(self._slots, self._inputs, leaves)):
             if slot is None:
                 if buffer.data_ptr() != leaf.data_ptr():
@@ -301,8 +307,15 @@ class Recorded:
                 "optimize(graphs=True): what a block hands to the next got a hook, or retain_grad, after both had run "
                 "as one; ask for it before the next block runs, or leave graphs=True away"
             )
+        with self.memory.turn:
+            gradients = self._replay_backward(ticket, d_results)
+        if ticket.served < len(self.links):  # the links behind that one were not asked for
+            gradients = [d if home < ticket.served else None for d, home in zip(gradients, self._homes)]
+        return gradients
+
+    def _replay_backward(self, ticket: Ticket, d_results: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         ticket.done = True
-        for number, other in self.memory.waiting.items():
+        for number, other in dict(self.memory.waiting).items():
             waits = other.ticket
             if number > self.number and waits is not None:  # its activations may lie where this backward computes
                 waits.spoiled = True
@@ -312,15 +325,13 @@ class Recorded:
             buffer.zero_() if given is None else buffer.copy_(given)
             self._zero[place] = given is None and not self._repeats
         self._backward()
-        if not torch_private.graph_is_kept():
-            self.memory.waiting.pop(self.number, None)
         # The recording's own would be overwritten by the next replay while a parameter's .grad still refers to it.
         gradients: list[Tensor | None] = [None] * len(self._homes)
         for places, own in self._gradients:
             for place, copy in zip(places, torch_private.clone_each(own)):
                 gradients[place] = copy
-        if ticket.served < len(self.links):  # the links behind that one were not asked for
-            gradients = [d if home < ticket.served else None for d, home in zip(gradients, self._homes)]
+        if not torch_private.graph_is_kept():
+            self.memory.waiting.pop(self.number, None)
         return gradients
 
 
