@@ -947,7 +947,7 @@ def test_bad_input():
 
 
 def test_a_replay_is_not_disturbed_by_another_thread(monkeypatch):
-    """Whose call finds the recording free before the replay has said that it is not, and would copy its own input in."""
+    """Whose call finds the recording free before the replay has said otherwise, and would copy its own input in."""
     begun, ended = threading.Event(), threading.Event()
 
     class Slow(Repeater):
