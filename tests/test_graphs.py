@@ -987,3 +987,38 @@ def test_a_replay_is_not_disturbed_by_another_thread(monkeypatch):
         for p, q in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(p.grad, q.grad)
     assert model.tilesmith_report.notes[-1].plain["another thread ran the model"] > 0
+
+
+class Merging(Block):
+    """As with PEFT's adapters: nothing reaches what is trained while they are merged."""
+
+    merged = False
+
+    def forward(self, x, scale=None):
+        out = super().forward(x, scale)
+        return out.detach() if self.merged else out
+
+
+def test_blocks_without_a_gradient_are_recorded_once_they_have_one():
+    model = Stack()
+    model.blocks = nn.ModuleList(Merging() for _ in range(3))
+    plain = copy.deepcopy(model)
+    tilesmith.optimize(model, graphs=True)
+    x, replays = torch.randn(4, 8), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for merged in (True, False, True, False):
+            for each in (*model.blocks, *plain.blocks):
+                each.merged = merged
+            for _ in range(5):
+                found, wanted = model(x), plain(x)
+                torch.testing.assert_close(found, wanted)
+                if not merged:
+                    model.zero_grad(), plain.zero_grad()
+                    found.square().sum().backward(), wanted.square().sum().backward()
+                    for p, q in zip(model.parameters(), plain.parameters()):
+                        torch.testing.assert_close(p.grad, q.grad)
+            record = _record(model)
+            assert not record.refused and (merged or record.replays > replays)
+            replays = record.replays
+    assert record.plain["nothing that it returns has a gradient"] > 0

@@ -23,8 +23,9 @@ from tilesmith.engine import torch_private
 from tilesmith.models.blocks import Call, checkpoints, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
+from tilesmith.models.fingerprint import Fingerprint
 from tilesmith.models.reach import all_observed, capturing, has_own_hooks
-from tilesmith.models.recorded import CannotRecord, Memory, Recorded
+from tilesmith.models.recorded import CannotRecord, Memory, Recorded, WithoutGradient
 from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
 from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
 
@@ -324,12 +325,13 @@ class Graphs:
                 return None, _AWAITS
             if whole is not None:
                 self._take_apart(whole, _OTHERWISE)
-            why = known.unready(call.key) or _without_gradient(block, leaves) or unfit(known) or known.hooked(block)
+            why = known.unready(call.key) or _without_gradient(block, leaves) or known.barren(call.key)
+            why = why or unfit(known) or known.hooked(block)
             if why:
                 return None, why
             entry = self._record(block, known, call, leaves)
             if entry is None:
-                return None, known.unfit.get(call.key, "it cannot be recorded")
+                return None, known.barren(call.key) or known.unfit.get(call.key, "it cannot be recorded")
         return (entry, "") if entry.free(leaves) else (None, _AWAITS)
 
     def _record(self, block: nn.Module, known: _Block, call: Link, leaves: list[Tensor]) -> Recorded | None:
@@ -342,6 +344,9 @@ class Graphs:
             if entry is None:
                 copied = known.kept.get(call.key, ())
                 entry = Recorded(self._memory, [call], leaves, checkpoints(block), copied)
+        except WithoutGradient as problem:  # as with merged adapters
+            known.idle[call.key] = str(problem), Fingerprint([block])
+            return None
         except (CannotRecord, RuntimeError, Foreign) as problem:  # CUDA's errors are RuntimeErrors
             cls, why = type(block).__name__, _short(problem)
             if call.copied:  # then its blocks are recorded
@@ -388,7 +393,8 @@ class _Block:
     recorded: recordings that start with it. parts: those that have it further behind. seen: how often it ran calls that
     are not recorded. trails: the calls that followed one. alone: calls that are not recorded with those behind them.
     kept: the places of results that somebody kept beyond the next replay, so that copies are handed out. watched: the
-    name of a module inside that had hooks when it was last looked at. unfit: of a model around blocks, why calls are
+    name of a module inside that had hooks when it was last looked at. idle: calls without a gradient, with what tells
+    whether the block has changed since. unfit: of a model around blocks, why calls are
     not recorded; lasting: why none is, with what tells whether that still holds.
     """
 
@@ -400,6 +406,7 @@ class _Block:
         self.alone: set[Any] = set()
         self.kept: dict[Any, set[int]] = {}
         self.watched = ""
+        self.idle: dict[Any, tuple[str, Fingerprint]] = {}
         self.unfit: dict[Any, str] = {}
         self.lasting: tuple[str, Callable[[], bool]] | None = None
 
@@ -416,6 +423,14 @@ class _Block:
         """A reason that was found before and holds for each call of a model around blocks; "" if none does."""
         holds = self.lasting is not None and self.lasting[1]()
         return self.lasting[0] if holds else self.hooked(model) if self.watched else ""
+
+    def barren(self, key: Any) -> str:
+        """Why a call has no gradient that could be recorded, found before; "" if the block has changed since."""
+        why, source = self.idle.get(key, ("", None))
+        if source is not None and source.changed():
+            del self.idle[key]
+            return ""
+        return why
 
     def awaited(self, entry: Recorded | None) -> bool:
         """Whether a forward of the block by another recording than `entry` awaits its backward, which would compute
@@ -434,6 +449,7 @@ class _Block:
         if len(self.seen) >= _REMEMBERED:
             self.seen.clear()
             self.trails.clear()
+            self.idle.clear()
         self.seen[key] += 1
         return _NEW if self.seen[key] <= PLAIN_CALLS else ""
 

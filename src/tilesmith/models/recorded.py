@@ -30,6 +30,10 @@ class CannotRecord(Exception):
     """A replay of the block would not be what the block does."""
 
 
+class WithoutGradient(CannotRecord):
+    """Nothing that the block returns has a gradient, as long as it is as it is now."""
+
+
 class Memory:
     """What the recordings of one model share."""
 
@@ -174,7 +178,7 @@ class Recorded:
             outs = []
             outs = warm(lambda: self._run(link, given)[1])
         if not any(out.requires_grad for out in outs):
-            raise CannotRecord("nothing that it returns has a gradient")
+            raise WithoutGradient("nothing that it returns has a gradient")
         targets = [torch.zeros_like(out) if out.requires_grad else None for out in outs]
         wanted = [*(x for x in given if x.requires_grad), *_trained(link)]
         warm(lambda: self._differentiate(outs, targets, wanted))
