@@ -12,6 +12,7 @@ import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -604,12 +605,16 @@ def test_a_block_that_changes_itself_is_refused():
 
 
 class Skipping(Block):
+    draw = staticmethod(random.random)
+
     def forward(self, x, scale=None):
-        return super().forward(x, scale) if random.random() < 2 else x
+        return super().forward(x, scale) if self.draw() < 2 else x
 
 
-def test_a_block_that_draws_on_the_host_is_refused():
+@pytest.mark.parametrize("draw", [random.random, np.random.random])
+def test_a_block_that_draws_on_the_host_is_refused(draw, monkeypatch):
     """What it decides by the number is not in a graph."""
+    monkeypatch.setattr(Skipping, "draw", staticmethod(draw))
     model = _stack()
     model.blocks = nn.ModuleList(Skipping() for _ in range(3))
     tilesmith.optimize(model, graphs=True)

@@ -8,7 +8,6 @@ recording may keep activations where an earlier one computed.
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
+from tilesmith.engine.model_state import host_numbers, restore_host_numbers
 from tilesmith.models.capture import Recorder, uncached_autocast
 from tilesmith.models.fingerprint import Fingerprint
 from tilesmith.models.recorded_calls import Link, flatten, rebuild
@@ -143,18 +143,16 @@ class Recorded:
         counted = _counted([buffer for link in self.links for buffer in _block(link).buffers()])
         given = _counted(self._inputs)
         before, returned = recorder.random_state(device), []
-        python, host = random.getstate(), torch.get_rng_state()
+        numbers, host = host_numbers(), torch.get_rng_state()
         drawn = False
         try:
             for link in self.links:
                 returned = self._warm(link, link.given(self._inputs, returned))
                 if not torch.equal(before, recorder.random_state(device)):
                     self._refuse_draws()
-            drawn = random.getstate() != python or (
-                device.type != "cpu" and not torch.equal(torch.get_rng_state(), host)
-            )
+            drawn = host_numbers() != numbers or (device.type != "cpu" and not torch.equal(torch.get_rng_state(), host))
         finally:
-            random.setstate(python)
+            restore_host_numbers(numbers)
             torch.set_rng_state(host)
             recorder.restore(device, before)
         if drawn:  # by which it may decide what to run
