@@ -965,3 +965,22 @@ def test_a_refused_decoder_leaves_its_cache_alone(tokens):
 def test_a_pinned_kernel_that_cannot_serve_says_why():
     with use(rms_norm="hopper"), pytest.raises(NotImplementedError, match="rms_norm is pinned to hopper, which cannot"):
         ops.rms_norm(r(3, 8, dtype=torch.float64), VECTOR)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("softmax", {"causal": False}, {"causal": 0}),
+        ("softmax", {"scale": 1.0}, {"scale": True}),
+        ("token_stats", {"ignore_index": -100}, {"ignore_index": -100.0}),
+        ("tvd", {"grad_mask": [True, False]}, {"grad_mask": [1, 0]}),
+    ],
+)
+def test_what_equals_an_argument_of_an_earlier_call_is_refused_all_the_same(name, good, bad):
+    """True, 1 and 1.0 are equal, so a call that was made before must not stand for one of another type."""
+    rows, labels = torch.ones(3, 8), torch.zeros(3, dtype=torch.int64)
+    tensors = {"softmax": (rows,), "token_stats": (rows, labels), "tvd": (rows, rows)}[name]
+    call = tilesmith.engine.ops()[name]
+    call(*tensors, **good)
+    with pytest.raises(TypeError, match=f"{name}: {next(iter(bad))} must be"):
+        call(*tensors, **bad)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from torch import nn
 import tilesmith
 from tilesmith.engine import ahead, launcher, triton_private
 from tilesmith.engine import threads as threads_of
+from tilesmith.engine.model_state import random_numbers_kept
 from tilesmith.models import first_step
 
 transformers = pytest.importorskip("transformers")
@@ -115,6 +118,17 @@ def test_nothing_changes(seen, monkeypatch):
     assert names == names_2
     reports = [str(one.tilesmith_report) for one in (plain, model)]
     assert reports[0] == reports[1]  # with the calls that were counted
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(()).item()])
+def test_numbers_that_a_model_draws_on_the_host_are_given_back(draw):
+    """SpecAugment and BigBird's random blocks draw from NumPy."""
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    wanted = draw()
+    random.setstate(state[0]), np.random.set_state(state[1]), torch.set_rng_state(state[2])
+    with random_numbers_kept([torch.device("cpu")]):
+        draw()
+    assert draw() == wanted
 
 
 class Asks(nn.Module):

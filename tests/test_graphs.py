@@ -3,12 +3,16 @@ overwrite. tests/test_graphs_gpu.py records CUDA graphs."""
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import pickle
 import random
+import threading
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -601,12 +605,16 @@ def test_a_block_that_changes_itself_is_refused():
 
 
 class Skipping(Block):
+    draw = staticmethod(random.random)
+
     def forward(self, x, scale=None):
-        return super().forward(x, scale) if random.random() < 2 else x
+        return super().forward(x, scale) if self.draw() < 2 else x
 
 
-def test_a_block_that_draws_on_the_host_is_refused():
+@pytest.mark.parametrize("draw", [random.random, np.random.random])
+def test_a_block_that_draws_on_the_host_is_refused(draw, monkeypatch):
     """What it decides by the number is not in a graph."""
+    monkeypatch.setattr(Skipping, "draw", staticmethod(draw))
     model = _stack()
     model.blocks = nn.ModuleList(Skipping() for _ in range(3))
     tilesmith.optimize(model, graphs=True)
@@ -941,3 +949,81 @@ def test_bad_input():
         tilesmith.optimize(_stack(), graphs=1)
     with pytest.raises(ValueError, match="no two modules of one class.*make_graphed_callables"):
         tilesmith.optimize(nn.Sequential(nn.Linear(2, 2)), graphs=True)
+
+
+def test_a_replay_is_not_disturbed_by_another_thread(monkeypatch):
+    """Whose call finds the recording free before the replay has said otherwise, and would copy its own input in."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class Slow(Repeater):
+        waits = False
+
+        def record(self, fn):
+            replay, first = super().record(fn)
+
+            def slow():
+                if Slow.waits:
+                    Slow.waits = False
+                    begun.set()
+                    ended.wait(60)
+                replay()
+
+            return slow, first
+
+    monkeypatch.setattr(graphs, "RECORDER", Slow)
+    model, plain = tilesmith.optimize(build("llama"), graphs=True), tilesmith.optimize(build("llama"))
+    given = [{**batch("llama"), "use_cache": False} for _ in range(2)]
+    given[1]["input_ids"] = given[1]["input_ids"].flip(0, 1)
+    for _ in range(3):
+        model(**given[0]).loss.backward()
+    Slow.waits = True
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(contextvars.copy_context().run, lambda: model(**given[0]).loss)
+        assert begun.wait(60)
+        try:
+            second = model(**given[1]).loss
+        finally:
+            ended.set()
+    for found, one in ((first.result(), given[0]), (second, given[1])):
+        model.zero_grad(), plain.zero_grad()
+        wanted = plain(**one).loss
+        torch.testing.assert_close(found, wanted)
+        found.backward(), wanted.backward()
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert model.tilesmith_report.notes[-1].plain["another thread ran the model"] > 0
+
+
+class Merging(Block):
+    """As with PEFT's adapters: nothing reaches what is trained while they are merged."""
+
+    merged = False
+
+    def forward(self, x, scale=None):
+        out = super().forward(x, scale)
+        return out.detach() if self.merged else out
+
+
+def test_blocks_without_a_gradient_are_recorded_once_they_have_one():
+    model = Stack()
+    model.blocks = nn.ModuleList(Merging() for _ in range(3))
+    plain = copy.deepcopy(model)
+    tilesmith.optimize(model, graphs=True)
+    x, replays = torch.randn(4, 8), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for merged in (True, False, True, False):
+            for each in (*model.blocks, *plain.blocks):
+                each.merged = merged
+            for _ in range(5):
+                found, wanted = model(x), plain(x)
+                torch.testing.assert_close(found, wanted)
+                if not merged:
+                    model.zero_grad(), plain.zero_grad()
+                    found.square().sum().backward(), wanted.square().sum().backward()
+                    for p, q in zip(model.parameters(), plain.parameters()):
+                        torch.testing.assert_close(p.grad, q.grad)
+            record = _record(model)
+            assert not record.refused and (merged or record.replays > replays)
+            replays = record.replays
+    assert record.plain["nothing that it returns has a gradient"] > 0

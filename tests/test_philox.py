@@ -153,3 +153,16 @@ def test_a_repeated_call_is_not_checked_again(name, monkeypatch):
     assert not torch.equal(first, second) and not torch.equal(second, third)
     for drawn, seed in zip((first, second, third), seeds):
         assert torch.equal(drawn, calls[name](seed=seed))
+
+
+class _Sub(torch.Tensor):
+    """A tensor that its subclass alone tells from others: such calls go through torch's dispatcher."""
+
+
+def test_a_call_that_the_dispatcher_has_to_see_is_not_kept_for_all_such_calls():
+    op = declared()["softmax_dropout"]
+    op._recent.clear()
+    ops.softmax_dropout(torch.ones(3, 40).as_subclass(_Sub), 0.5)
+    assert None not in op._recent
+    with pytest.raises(ValueError, match="p must be in"):
+        ops.softmax_dropout(torch.ones(5, 8).as_subclass(_Sub), 1.5)

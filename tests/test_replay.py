@@ -157,6 +157,26 @@ def test_lists_of_blocks_are_replayed(as_if_on_a_gpu, monkeypatch, needs_triton)
         assert (kernel.run.__name__, kernel.refusal) == ("replay", ""), name
 
 
+def test_what_torch_hands_over_whole_in_inference_mode_is_replayed(as_if_on_a_gpu):
+    """There `to` and some views are not taken apart before a mode sees them."""
+
+    def launcher(x, weight):
+        product = torch.mm(x, weight.to(x.dtype))
+        one, two = product.unflatten(0, (2, -1)).movedim(0, 1).chunk(2)
+        sums = torch.add(one, two).view_as(one).narrow(-1, 0, 3).to(torch.float64)
+        return product, sums, x.float().mul(2)
+
+    for inference in (True, False):
+        kernel = replay.Replay(launcher, lambda: True, 0)
+        with torch.inference_mode(inference), torch.no_grad():
+            for call in range(4):
+                x, weight = torch.randn(4, 6), torch.randn(6, 5)
+                got, want = kernel.run(x, weight), launcher(x, weight)
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+                assert [g.stride() for g in got] == [w.stride() for w in want]
+                assert (kernel.run.__name__, kernel.refusal) == ("replay" if call else "_launch", "")
+
+
 def test_merging_is_replayed(as_if_on_a_gpu, monkeypatch, needs_triton):
     """In place, too, where an argument is written."""
     from tilesmith.ops.attn.triton import merge

@@ -243,6 +243,34 @@ def test_hooks_are_called_each_time(how):
     assert record.wholes == 2
 
 
+def _asked(model, number):
+    """A step whose loss also depends on what was asked for; what it returned."""
+    out = model(**_given(number), output_hidden_states=True, output_attentions=True)
+    (out.loss + out.hidden_states[1].square().mean() + out.attentions[1].square().mean()).backward()
+    return out
+
+
+@pytest.mark.parametrize("trained", ["blocks", "all"])
+def test_calls_are_replayed_that_do_not_ask_for_hidden_states_and_attentions(trained):
+    """transformers leaves its hooks on the modules for good once they were asked for."""
+    model, plain = _pair()
+    if trained == "all":
+        model.requires_grad_(), plain.requires_grad_()
+    record = _compared(model, plain, 4)
+    before = record.replays
+    for number in range(5):  # as often as would be recorded
+        found, wanted = _asked(model, number), _asked(plain, number)
+        torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
+        torch.testing.assert_close(found.attentions, wanted.attentions)
+        torch.testing.assert_close(found.loss, wanted.loss)
+        torch.testing.assert_close(_gradients(model), _gradients(plain))
+    asked = record.replays
+    _compared(model, plain, 6, start=2)
+    assert record.replays >= asked + 3 * LAYERS and before > 0
+    if trained == "all":
+        assert asked == before, "what blocks return is captured where they run"
+
+
 def test_hooks_of_the_model_itself_and_a_forward_put_on_it_are_called_around_it():
     """accelerate puts a forward on the model that turns autocast on."""
     model, plain = _pair()

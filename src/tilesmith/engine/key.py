@@ -134,8 +134,10 @@ def _facts(types: list[str], together: Pairs, plain: bool = False) -> tuple[list
             if optional:
                 lines.append(f"else: f{i} = {facts}")
             fields.append(f"f{i}" if optional else facts)
-        else:
-            fields.append(f"tuple({a}) if type({a}) is list else {a}" if "List" in kind else a)
+        elif "List" in kind:
+            fields.append(f"tuple({a}) if type({a}) is list else {a}, tuple(map(type, {a})) if {a} else None")
+        else:  # True, 1 and 1.0 are equal, and a check tells them apart
+            fields.append(a if "str" in kind else f"{a}, {a}.__class__")
     return lines, ", ".join([*fields, *_one_address(together)])
 
 

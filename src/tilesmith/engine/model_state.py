@@ -4,15 +4,34 @@ back."""
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
+import sys
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 
+def host_numbers() -> tuple[object, bytes]:
+    """The states of Python's and of NumPy's global generator, from which models of transformers draw; b"" where nobody
+    has imported NumPy's."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), b"" if numpy is None else pickle.dumps(numpy.get_state(legacy=False))
+
+
+def restore_host_numbers(state: tuple[object, bytes]) -> None:
+    """Give the generators the states that `host_numbers` returned."""
+    python, numpy = state
+    random.setstate(python)  # type: ignore[arg-type]
+    if numpy:
+        sys.modules["numpy.random"].set_state(pickle.loads(numpy))
+
+
 @contextlib.contextmanager
 def random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Afterwards the random numbers of the CPU and of these devices are what they were."""
+    """Afterwards the random numbers of the CPU, Python's and NumPy's included, and of these devices are what they
+    were."""
     by_kind: dict[str, set[int]] = {}
     for device in devices:
         if device.type not in ("cpu", "meta"):
@@ -21,6 +40,7 @@ def random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for kind, indices in by_kind.items():
             stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
+        stack.callback(restore_host_numbers, host_numbers())
         yield
 
 

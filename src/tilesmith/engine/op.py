@@ -318,7 +318,7 @@ class Op:
             self._recent.clear()
         self._recent[key] = ready
         if self.draw is not None:  # a call that gives what this one has drawn is the same
-            self._recent[self._key(False, pin, *args)] = ready
+            self._recent[self._key(True, pin, *args)] = ready  # the tensors may be of a subclass
         return ready
 
     def _connected(self, ready: Ready, args: tuple, pin: str) -> Ready:

@@ -21,10 +21,11 @@ from tilesmith.engine import torch_private
 _aten = torch.ops.aten
 _VIEWS = torch_private.aten(
     "view", "_unsafe_view", "_reshape_alias", "permute", "transpose", "t", "select", "slice", "unsqueeze", "squeeze",
-    "expand", "alias", "detach", "as_strided", "unfold", "unbind", "split", "split_with_sizes",
+    "expand", "alias", "detach", "as_strided", "unfold", "unbind", "split", "split_with_sizes", "view_as", "expand_as",
+    "unflatten", "narrow", "chunk", "movedim",
 )  # fmt: skip
-# views, or copies; torch hands them over whole where autograd is off, as it is under a compiled model
-_PERHAPS = torch_private.aten("reshape", "contiguous", "flatten")
+# views, or copies; torch hands them over whole where autograd is off, as it is under a compiled model and in inference
+_PERHAPS = torch_private.aten("reshape", "contiguous", "flatten", "to")
 _FACTORIES = torch_private.aten(
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"
 )

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tilesmith.models.reach import watches
+
 _IGNORED = frozenset(nn.Module().__dict__) - {"training"} | {"_is_hf_initialized"}
 _FORWARD = repeat("forward")  # what `observed` looks for among the attributes of an instance
 _END = object()  # behind all that is compared, so that what was added or is gone does not pass
@@ -36,8 +38,8 @@ _IDLE = {"training", "_keys"}
 
 class Fingerprint:
     """What a recording took from blocks: where their tensors lie, their modules and the classes and attributes of
-    these, and the attributes of configurations and other records among them. Modules inside had no hooks, since a
-    replay calls none."""
+    these, and the attributes of configurations and other records among them. Modules inside had no hooks that do
+    something, since a replay calls none."""
 
     def __init__(self, blocks: Iterable[nn.Module]):
         blocks = list(blocks)
@@ -78,7 +80,7 @@ class Fingerprint:
             return True
         # Hundreds of dicts: they are looked through only if a hook was registered somewhere since.
         if RemovableHandle.next_id != self._handles:
-            if any(self._hooks):
+            if any(map(watches, chain.from_iterable(hooks.values() for hooks in self._hooks))):
                 return True
             self._handles = RemovableHandle.next_id
         if any(self._empty) or any(map(contains, self._called, _FORWARD)):

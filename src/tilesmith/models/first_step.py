@@ -14,7 +14,6 @@ import contextlib
 import contextvars
 import copy
 import logging
-import random
 import threading
 import warnings
 import weakref
@@ -120,11 +119,9 @@ def _look(call: _Call) -> None:
             _run_copy(call)
 
     with _silent(), random_numbers_kept([call.device]):
-        state = random.getstate()
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="tilesmith-first-step")
         thread.start()
         thread.join()
-        random.setstate(state)
 
 
 @contextlib.contextmanager

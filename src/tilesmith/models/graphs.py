@@ -8,6 +8,7 @@ launched by one call. `recorded.py` holds one recording: of one block, of severa
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
 import weakref
@@ -22,11 +23,11 @@ from tilesmith.engine import torch_private
 from tilesmith.models.blocks import Call, checkpoints, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
-from tilesmith.models.reach import all_observed
-from tilesmith.models.recorded import CannotRecord, Memory, Recorded
+from tilesmith.models.fingerprint import Fingerprint
+from tilesmith.models.reach import all_observed, capturing, has_own_hooks
+from tilesmith.models.recorded import CannotRecord, Memory, Recorded, WithoutGradient
 from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
 from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
-from tilesmith.rewrite import observed
 
 RECORDER = CudaRecorder
 PLAIN_CALLS = 2
@@ -38,6 +39,7 @@ _NAMED = 3  # shapes of a reason in the report
 _AWAITS = "an earlier forward still awaits its backward"
 _NEW = "new shape"
 _BEYOND = f"beyond the {MOST_SHAPES} shapes that are recorded"
+_ELSEWHERE = "another thread ran the model"
 _OTHERWISE = "they are not always called as they were recorded"
 
 
@@ -69,10 +71,11 @@ class Graphs:
         self.within = False  # whether blocks run within a recording of the whole forward
         self._values: Values | None = None  # of the call of a whole forward that was looked at last
         self._held = ""  # why no block is recorded by itself in this forward: it will be recorded as a whole
+        self._turn = threading.RLock()  # of the thread whose calls are looked at
 
     def __getstate__(self) -> dict[str, Any]:
         # A recording is of the parameters that it was made with: a copy records its own.
-        own = ("_blocks", "_memory", "_trail", "_progress", "within", "_values", "_held")
+        own = ("_blocks", "_memory", "_trail", "_progress", "within", "_values", "_held", "_turn")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -124,6 +127,15 @@ class Graphs:
 
     def run(self, plain: Call, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of a block: by a recording where one may serve it, else by `plain`."""
+        if not self._turn.acquire(blocking=False):
+            self.refuse(_ELSEWHERE)
+            return plain(block, args, kwargs)
+        try:
+            return self._run(plain, block, args, kwargs)
+        finally:
+            self._turn.release()
+
+    def _run(self, plain: Call, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves: list[Tensor] = []
         try:
             spec = flatten((args, kwargs), leaves)
@@ -165,10 +177,22 @@ class Graphs:
     ) -> Any:
         """A call with labels of the model around the blocks: by a recording of it where one may serve it. ways: what
         runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
-        plain, apart = ways
+        plain, _ = ways
         # In eval mode it returns all logits; its own hooks are called around its forward.
         if self.within or not model.training or self.obstacle(model, hooks=False):
             return plain(model, args, kwargs)
+        if not self._turn.acquire(blocking=False):
+            self.beside[_ELSEWHERE] += 1
+            return plain(model, args, kwargs)
+        try:
+            return self._run_whole(ways, read, model, args, kwargs)
+        finally:
+            self._turn.release()
+
+    def _run_whole(
+        self, ways: tuple[Call, Call], read: Callable[[], Values], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        plain, apart = ways
         why = known.still(model) if (known := self._blocks.get(model)) is not None else ""
         if why:
             self.beside[why] += 1
@@ -264,8 +288,10 @@ class Graphs:
             return "without gradients"
         if torch_private.in_backward():
             return "repeated within a backward (checkpointing with use_reentrant=True, or of more than the block)"
-        if hooks and observed(block):
+        if hooks and has_own_hooks(block):
             return "it has hooks"
+        if capturing():
+            return "asked for what modules inside return (output_hidden_states, output_attentions)"
         if torch_private.saved_tensors_hooks(False) is not None and not checkpoints(block):
             return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
         return all_observed() or observer()
@@ -299,12 +325,13 @@ class Graphs:
                 return None, _AWAITS
             if whole is not None:
                 self._take_apart(whole, _OTHERWISE)
-            why = known.unready(call.key) or _without_gradient(block, leaves) or unfit(known) or known.hooked(block)
+            why = known.unready(call.key) or _without_gradient(block, leaves) or known.barren(call.key)
+            why = why or unfit(known) or known.hooked(block)
             if why:
                 return None, why
             entry = self._record(block, known, call, leaves)
             if entry is None:
-                return None, known.unfit.get(call.key, "it cannot be recorded")
+                return None, known.barren(call.key) or known.unfit.get(call.key, "it cannot be recorded")
         return (entry, "") if entry.free(leaves) else (None, _AWAITS)
 
     def _record(self, block: nn.Module, known: _Block, call: Link, leaves: list[Tensor]) -> Recorded | None:
@@ -317,6 +344,9 @@ class Graphs:
             if entry is None:
                 copied = known.kept.get(call.key, ())
                 entry = Recorded(self._memory, [call], leaves, checkpoints(block), copied)
+        except WithoutGradient as problem:  # as with merged adapters
+            known.idle[call.key] = str(problem), Fingerprint([block])
+            return None
         except (CannotRecord, RuntimeError, Foreign) as problem:  # CUDA's errors are RuntimeErrors
             cls, why = type(block).__name__, _short(problem)
             if call.copied:  # then its blocks are recorded
@@ -363,7 +393,8 @@ class _Block:
     recorded: recordings that start with it. parts: those that have it further behind. seen: how often it ran calls that
     are not recorded. trails: the calls that followed one. alone: calls that are not recorded with those behind them.
     kept: the places of results that somebody kept beyond the next replay, so that copies are handed out. watched: the
-    name of a module inside that had hooks when it was last looked at. unfit: of a model around blocks, why calls are
+    name of a module inside that had hooks when it was last looked at. idle: calls without a gradient, with what tells
+    whether the block has changed since. unfit: of a model around blocks, why calls are
     not recorded; lasting: why none is, with what tells whether that still holds.
     """
 
@@ -375,6 +406,7 @@ class _Block:
         self.alone: set[Any] = set()
         self.kept: dict[Any, set[int]] = {}
         self.watched = ""
+        self.idle: dict[Any, tuple[str, Fingerprint]] = {}
         self.unfit: dict[Any, str] = {}
         self.lasting: tuple[str, Callable[[], bool]] | None = None
 
@@ -384,13 +416,21 @@ class _Block:
         Asked where a recording would be made: one that exists is dropped as soon as a hook is there (`Fingerprint`).
         """
         if not self.watched or not _is_watched(block, self.watched):
-            self.watched = next((name for name, m in block.named_modules() if name and observed(m)), "")
+            self.watched = next((name for name, m in block.named_modules() if name and has_own_hooks(m)), "")
         return f"{self.watched} in it has hooks" if self.watched else ""
 
     def still(self, model: nn.Module) -> str:
         """A reason that was found before and holds for each call of a model around blocks; "" if none does."""
         holds = self.lasting is not None and self.lasting[1]()
         return self.lasting[0] if holds else self.hooked(model) if self.watched else ""
+
+    def barren(self, key: Any) -> str:
+        """Why a call has no gradient that could be recorded, found before; "" if the block has changed since."""
+        why, source = self.idle.get(key, ("", None))
+        if source is not None and source.changed():
+            del self.idle[key]
+            return ""
+        return why
 
     def awaited(self, entry: Recorded | None) -> bool:
         """Whether a forward of the block by another recording than `entry` awaits its backward, which would compute
@@ -409,6 +449,7 @@ class _Block:
         if len(self.seen) >= _REMEMBERED:
             self.seen.clear()
             self.trails.clear()
+            self.idle.clear()
         self.seen[key] += 1
         return _NEW if self.seen[key] <= PLAIN_CALLS else ""
 
@@ -419,7 +460,7 @@ def _short(problem: Exception) -> str:
 
 def _is_watched(block: nn.Module, name: str) -> bool:
     try:
-        return observed(block.get_submodule(name))
+        return has_own_hooks(block.get_submodule(name))
     except AttributeError:  # it was removed
         return False
 

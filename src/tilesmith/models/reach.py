@@ -32,26 +32,40 @@ def reaches_device(op: str, kind: str) -> bool:
 
 def observed(module: nn.Module) -> bool:
     """Whether somebody sees or changes what `module` takes and returns in this call. What outlasts the call, such as a
-    recording, asks for `rewrite.observed` instead: hooks that are idle now may not be so later."""
+    recording, asks for `has_own_hooks` instead, and each time for `capturing`."""
     return hooked(module) and (torch.compiler.is_compiling() or not _captures_idly(module))
 
 
 _CAPTURING = "transformers.utils.output_capturing"
 
 
-def _captures_idly(module: nn.Module) -> bool:
-    """Whether the hooks of a module are only those that transformers leaves on it for good where `output_attentions` or
-    `output_hidden_states` was asked for once, in a call without gradients that asks for nothing.
+def _collector() -> Any:
+    return getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
 
-    With gradients they count as before: a checkpointed block runs again outside of the call that asked.
-    """
-    if torch.is_grad_enabled():
-        return False
-    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+
+def capturing() -> bool:
+    """Whether hooks of transformers keep what modules return in this call: `output_attentions`, `output_hidden_states`
+    and alike were asked for."""
+    collector = _collector()
+    return collector is not None and bool(collector.get())
+
+
+def watches(hook: Any) -> bool:
+    """Whether a hook on what modules return is not one of those that transformers leaves on them for good where
+    `output_attentions` or `output_hidden_states` was asked for once. These do nothing but while `capturing()`."""
+    return _collector() is None or getattr(hook, "__module__", "") != _CAPTURING
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward put on it, beside those hooks of transformers."""
     others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    if collector is None or any(others) or "forward" in module.__dict__ or collector.get():
-        return False
-    return all(getattr(hook, "__module__", "") == _CAPTURING for hook in module._forward_hooks.values())
+    return any(others) or "forward" in module.__dict__ or any(map(watches, module._forward_hooks.values()))
+
+
+def _captures_idly(module: nn.Module) -> bool:
+    """Whether the hooks of a module do nothing, in a call without gradients. With gradients they count: a checkpointed
+    block runs again outside of the call that asked."""
+    return not (torch.is_grad_enabled() or capturing() or has_own_hooks(module))
 
 
 Settings = tuple[tuple[str, Any], ...]  # of `probe.settings_of`

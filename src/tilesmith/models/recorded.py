@@ -8,7 +8,7 @@ recording may keep activations where an earlier one computed.
 from __future__ import annotations
 
 import contextlib
-import random
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
+from tilesmith.engine.model_state import host_numbers, restore_host_numbers
 from tilesmith.models.capture import Recorder, uncached_autocast
 from tilesmith.models.fingerprint import Fingerprint
 from tilesmith.models.recorded_calls import Link, flatten, rebuild
@@ -29,6 +30,10 @@ class CannotRecord(Exception):
     """A replay of the block would not be what the block does."""
 
 
+class WithoutGradient(CannotRecord):
+    """Nothing that the block returns has a gradient, as long as it is as it is now."""
+
+
 class Memory:
     """What the recordings of one model share."""
 
@@ -36,6 +41,7 @@ class Memory:
         self.recorder = recorder
         self.recordings: weakref.WeakSet[Recorded] = weakref.WeakSet()
         self.waiting: dict[int, Recorded] = {}  # by number: those whose forward awaits its backward
+        self.turn = threading.Lock()  # of the thread that replays; backwards run on threads of their own
         self.count = 0
         self.slots: weakref.WeakSet[Slot] = weakref.WeakSet()
         self.results: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -137,18 +143,16 @@ class Recorded:
         counted = _counted([buffer for link in self.links for buffer in _block(link).buffers()])
         given = _counted(self._inputs)
         before, returned = recorder.random_state(device), []
-        python, host = random.getstate(), torch.get_rng_state()
+        numbers, host = host_numbers(), torch.get_rng_state()
         drawn = False
         try:
             for link in self.links:
                 returned = self._warm(link, link.given(self._inputs, returned))
                 if not torch.equal(before, recorder.random_state(device)):
                     self._refuse_draws()
-            drawn = random.getstate() != python or (
-                device.type != "cpu" and not torch.equal(torch.get_rng_state(), host)
-            )
+            drawn = host_numbers() != numbers or (device.type != "cpu" and not torch.equal(torch.get_rng_state(), host))
         finally:
-            random.setstate(python)
+            restore_host_numbers(numbers)
             torch.set_rng_state(host)
             recorder.restore(device, before)
         if drawn:  # by which it may decide what to run
@@ -172,7 +176,7 @@ class Recorded:
             outs = []
             outs = warm(lambda: self._run(link, given)[1])
         if not any(out.requires_grad for out in outs):
-            raise CannotRecord("nothing that it returns has a gradient")
+            raise WithoutGradient("nothing that it returns has a gradient")
         targets = [torch.zeros_like(out) if out.requires_grad else None for out in outs]
         wanted = [*(x for x in given if x.requires_grad), *_trained(link)]
         warm(lambda: self._differentiate(outs, targets, wanted))
@@ -218,7 +222,7 @@ class Recorded:
 
     def free(self, leaves: list[Tensor]) -> bool:
         """Whether a replay overwrites nothing that is still needed."""
-        waiting = self.memory.waiting
+        waiting = dict(self.memory.waiting)  # a backward on another thread takes what it has computed out
         if not waiting:
             return True
         if max(waiting) >= self.number:
@@ -276,6 +280,10 @@ class Recorded:
         return self.number in self.memory.waiting
 
     def replay_forward(self, leaves: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
+        with self.memory.turn:
+            return self._replay_forward(leaves)
+
+    def _replay_forward(self, leaves: list[Tensor]) -> tuple[Ticket, list[Tensor]]:
         for place, (slot, buffer, leaf) in enumerate(zip(self._slots, self._inputs, leaves)):
             if slot is None:
                 if buffer.data_ptr() != leaf.data_ptr():
@@ -301,8 +309,15 @@ class Recorded:
                 "optimize(graphs=True): what a block hands to the next got a hook, or retain_grad, after both had run "
                 "as one; ask for it before the next block runs, or leave out graphs=True"
             )
+        with self.memory.turn:
+            gradients = self._replay_backward(ticket, d_results)
+        if ticket.served < len(self.links):  # the links behind that one were not asked for
+            gradients = [d if home < ticket.served else None for d, home in zip(gradients, self._homes)]
+        return gradients
+
+    def _replay_backward(self, ticket: Ticket, d_results: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         ticket.done = True
-        for number, other in self.memory.waiting.items():
+        for number, other in dict(self.memory.waiting).items():
             waits = other.ticket
             if number > self.number and waits is not None:  # its activations may lie where this backward computes
                 waits.spoiled = True
@@ -312,15 +327,13 @@ class Recorded:
             buffer.zero_() if given is None else buffer.copy_(given)
             self._zero[place] = given is None and not self._repeats
         self._backward()
-        if not torch_private.graph_is_kept():
-            self.memory.waiting.pop(self.number, None)
         # The recording's own would be overwritten by the next replay while a parameter's .grad still refers to it.
         gradients: list[Tensor | None] = [None] * len(self._homes)
         for places, own in self._gradients:
             for place, copy in zip(places, torch_private.clone_each(own)):
                 gradients[place] = copy
-        if ticket.served < len(self.links):  # the links behind that one were not asked for
-            gradients = [d if home < ticket.served else None for d, home in zip(gradients, self._homes)]
+        if not torch_private.graph_is_kept():
+            self.memory.waiting.pop(self.number, None)
         return gradients
 
 

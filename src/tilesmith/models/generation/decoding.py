@@ -22,8 +22,7 @@ from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.generation.recording import RecordedSteps, StepRecorder
 from tilesmith.models.generation.scores import StaticProcessor, stand_in
 from tilesmith.models.generation.token_state import TokenState
-from tilesmith.models.reach import all_observed
-from tilesmith.rewrite import observed
+from tilesmith.models.reach import all_observed, has_own_hooks
 
 RECORDER: Callable[[], StepRecorder] = CudaRecorder
 LOOK_EVERY = 8
@@ -276,7 +275,7 @@ def _of_model(model: nn.Module) -> str:
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if "chunked_attention" in kinds:
         return "its attention is by chunks, which begin at places of their own"
-    hooked = [name for name, module in model.named_modules() if observed(module)]
+    hooked = [name for name, module in model.named_modules() if has_own_hooks(module)]
     return f"{hooked[0] or 'the model'} has hooks" if hooked else ""
 
 
