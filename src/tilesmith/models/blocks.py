@@ -226,7 +226,17 @@ def _is_empty_for(cache: Any, block: nn.Module) -> bool:
     if type(cache).__name__ != "DynamicCache":
         return False
     index = _layer_index(block)
-    return index is not None and cache.get_seq_length(index) == 0
+    return index is not None and _is_empty(cache, index)
+
+
+def _is_empty(cache: Any, index: int) -> bool:
+    """Whether a layer of a DynamicCache takes keys and values, and holds none. One that keeps states alone, of Mamba or
+    a convolution, counts no tokens: the cache answers with another layer's number, or raises ValueError."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    if index >= len(cache.layers):
+        return True  # it is made when it is needed
+    return isinstance(cache.layers[index], CacheLayerMixin) and cache.get_seq_length(index) == 0
 
 
 def _layer_index(block: nn.Module) -> int | None:
