@@ -77,6 +77,13 @@ class _Older(_Newer):
         return super().forward(x, past_key_values)
 
 
+class _OfStates(_Newer):
+    """Mamba's blocks before transformers 5.24."""
+
+    def forward(self, x, cache_params=None, **kwargs):
+        return super().forward(x, cache_params)
+
+
 class _Unnamed(_Newer):
     def forward(self, x, **kwargs):
         return super().forward(x, kwargs.get("cache", kwargs.get("past_key_values")))
@@ -84,9 +91,12 @@ class _Unnamed(_Newer):
 
 @pytest.mark.parametrize(
     ("block", "name"),
-    [(_Newer, "cache"), (_Older, "past_key_values"), (_Unnamed, "cache"), (_Unnamed, "past_key_values"), (_Newer, "")],
-)
-def test_a_cache_is_known_by_either_name(block, name):
+    [
+        (_Newer, "cache"), (_Older, "past_key_values"), (_OfStates, "cache_params"), (_Newer, ""), (_OfStates, ""),
+        (_Unnamed, "cache"), (_Unnamed, "past_key_values"),
+    ],
+)  # fmt: skip
+def test_a_cache_is_known_by_each_name(block, name):
     """name: as the block is given its cache; by position if it is empty."""
     transformers = pytest.importorskip("transformers")
 

@@ -201,7 +201,7 @@ class Forwards:
 
 
 def _cache(place: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The cache that a block is given, by either of its names, or None."""
+    """The cache that a block is given, by whichever name, or None."""
     if place is not None and len(args) > place:
         return args[place]
     name = cache_name(kwargs)
@@ -215,7 +215,7 @@ def _with_cache(
     if place is not None and len(args) > place:
         return (*args[:place], cache, *args[place + 1 :]), kwargs
     others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-    return args, {**others, argument or cache_name(kwargs) or CACHE_NAMES[-1]: cache}
+    return args, {**others, argument or cache_name(kwargs) or "past_key_values": cache}
 
 
 def _is_empty_for(cache: Any, block: nn.Module) -> bool:
