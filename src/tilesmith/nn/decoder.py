@@ -293,7 +293,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """What the output projection reads, [B, T, C]. Arguments as of `forward`. losses: see `MixtureOfExperts`.
 
-        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents.
+        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents, and for a
+        sequence whose positions go beyond them.
         """
         tensor("Decoder", "tokens", tokens, ("batch", "tokens"))
         if tokens.dtype not in (torch.int32, torch.int64):
@@ -306,7 +307,7 @@ class Decoder(nn.Module):
         limit = self.config.max_positions
         if sequence is not None and int(sequence.positions.max()) >= limit:
             raise ValueError(f"sequence has position {int(sequence.positions.max())}; max_positions is {limit}")
-        if cu_seqlens is None and tokens.shape[1] > limit:
+        if sequence is None and cu_seqlens is None and tokens.shape[1] > limit:
             raise ValueError(f"tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}")
         if self.rotary.cos.is_meta and not tokens.is_meta:  # load_state_dict(assign=True) brings no tables
             self.rotary.to_empty(device=tokens.device)
