@@ -427,6 +427,23 @@ def test_generate_says_what_is_wrong(arguments, message, trained):
     assert message in output
 
 
+class _KeepsStates(nn.Module):
+    """A language model whose cache transformers before 5.24 called cache_params, as Mamba's: its sum of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Parameter(torch.eye(16))
+
+    def forward(self, input_ids, cache_params=None, use_cache=False, **others):
+        seen = input_ids.sum().item() + (cache_params or 0)
+        return SimpleNamespace(logits=self.head[seen % 16].expand(1, 1, -1), cache_params=seen)
+
+
+def test_a_cache_of_states_is_handed_on():
+    found = writing.continued(_KeepsStates(), [1, 2], 3, lambda logits: int(logits.argmax()))
+    assert list(found) == [3, 6, 12]
+
+
 def test_draws_are_from_the_tokens_asked_for():
     draw = torch.Generator().manual_seed(0)
     logits = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))

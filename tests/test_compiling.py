@@ -77,6 +77,13 @@ class _Older(_Newer):
         return super().forward(x, past_key_values)
 
 
+class _OfStates(_Newer):
+    """Mamba's blocks before transformers 5.24."""
+
+    def forward(self, x, cache_params=None, **kwargs):
+        return super().forward(x, cache_params)
+
+
 class _Unnamed(_Newer):
     def forward(self, x, **kwargs):
         return super().forward(x, kwargs.get("cache", kwargs.get("past_key_values")))
@@ -84,9 +91,12 @@ class _Unnamed(_Newer):
 
 @pytest.mark.parametrize(
     ("block", "name"),
-    [(_Newer, "cache"), (_Older, "past_key_values"), (_Unnamed, "cache"), (_Unnamed, "past_key_values"), (_Newer, "")],
-)
-def test_a_cache_is_known_by_either_name(block, name):
+    [
+        (_Newer, "cache"), (_Older, "past_key_values"), (_OfStates, "cache_params"), (_Newer, ""), (_OfStates, ""),
+        (_Unnamed, "cache"), (_Unnamed, "past_key_values"),
+    ],
+)  # fmt: skip
+def test_a_cache_is_known_by_each_name(block, name):
     """name: as the block is given its cache; by position if it is empty."""
     transformers = pytest.importorskip("transformers")
 
@@ -121,6 +131,35 @@ def test_generation_fills_by_compiled_code_and_goes_on_without():
     assert _regions(model).calls == 2
     assert dict(_regions(model).plain) == {"given a cache other than an empty DynamicCache": 6}
     assert "Blocks ran uncompiled 6 times: given a cache other than an empty" in str(model.tilesmith_report)
+
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
+
+
+def _with_states(kind):
+    """A model of which a cache keeps states: of all layers (Mamba's), or of those of its layers that are convolutions
+    (c), beside full attention (f)."""
+    transformers = pytest.importorskip("transformers")
+    if kind == "mamba":
+        return transformers.FalconMambaForCausalLM(transformers.FalconMambaConfig(**_SMALL, state_size=4))
+    layers = [{"c": "conv", "f": "full_attention"}[letter] for letter in kind]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**_SMALL, **heads, layer_types=layers))
+
+
+@pytest.mark.parametrize("kind", ["cfc", "fcc", "mamba"])
+def test_layers_that_keep_states_run_uncompiled_with_a_cache(kind):
+    """Their layers of a cache count no tokens."""
+    model = _with_states(kind)
+    model.generation_config.eos_token_id = None
+    prompt = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    step, more = {"input_ids": prompt, "labels": prompt}, {"use_cache": kind != "mamba"}
+    wanted, trained = model.eval().generate(prompt, **options), train(model.train(), step, **more)
+    tilesmith.optimize(model, compile="between")
+    assert torch.equal(model.eval().generate(prompt, **options), wanted)
+    assert sum(_regions(model).plain.values()) >= 2 * 4
+    _same(train(model.train(), step, **more), trained)
 
 
 class Block(nn.Module):

@@ -6,7 +6,8 @@ import torch
 from tilesmith import ops
 from tilesmith.attention.context_parallel import ContextParallelAttention, create_context_parallel_attention
 from tilesmith.attention.ring import RingAttentionLayer, create_ring_attention
-from tilesmith.nn import AttentionLayer
+from tilesmith.distributed import LocalRing, SharedSequence
+from tilesmith.nn import AttentionLayer, Decoder, DecoderConfig
 
 LOWEST = torch.finfo(torch.float64).min
 
@@ -76,3 +77,20 @@ def test_refusals():
             call()
     with pytest.raises(TypeError, match="device_mesh must be a list of devices or a DeviceMesh"):
         create_context_parallel_attention(32, 4, 2, "cpu")
+
+
+@pytest.mark.parametrize(("tokens", "starts"), [(9, None), (16, [0, 7, 16])], ids=["padded", "packed"])
+def test_a_rank_may_hold_more_tokens_than_there_are_positions(tokens, starts):
+    """A shard may end in padding, and documents have positions of their own."""
+    torch.manual_seed(0)
+    decoder = Decoder(DecoderConfig(64, 32, 48, 2, 4, max_positions=9))
+    row = torch.randint(64, (1, tokens))
+    packed = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    sequence = SharedSequence(tokens, LocalRing(1), cu_seqlens=starts)
+    shard = sequence.shard(row)
+    assert shard.shape[1] > 9
+    found = decoder(shard, sequence=sequence)
+    torch.testing.assert_close(found[:, :tokens], decoder(row, cu_seqlens=packed))
+    further = SharedSequence(10, LocalRing(1))
+    with pytest.raises(ValueError, match="position 9; max_positions is 9"):
+        decoder(further.shard(row[:, :10].repeat(1, 2)[:, :10]), sequence=further)

@@ -201,7 +201,7 @@ class Forwards:
 
 
 def _cache(place: int | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The cache that a block is given, by either of its names, or None."""
+    """The cache that a block is given, by whichever name, or None."""
     if place is not None and len(args) > place:
         return args[place]
     name = cache_name(kwargs)
@@ -215,7 +215,7 @@ def _with_cache(
     if place is not None and len(args) > place:
         return (*args[:place], cache, *args[place + 1 :]), kwargs
     others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-    return args, {**others, argument or cache_name(kwargs) or CACHE_NAMES[-1]: cache}
+    return args, {**others, argument or cache_name(kwargs) or "past_key_values": cache}
 
 
 def _is_empty_for(cache: Any, block: nn.Module) -> bool:
@@ -226,7 +226,17 @@ def _is_empty_for(cache: Any, block: nn.Module) -> bool:
     if type(cache).__name__ != "DynamicCache":
         return False
     index = _layer_index(block)
-    return index is not None and cache.get_seq_length(index) == 0
+    return index is not None and _is_empty(cache, index)
+
+
+def _is_empty(cache: Any, index: int) -> bool:
+    """Whether a layer of a DynamicCache takes keys and values, and holds none. One that keeps states alone, of Mamba or
+    a convolution, counts no tokens: the cache answers with another layer's number, or raises ValueError."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    if index >= len(cache.layers):
+        return True  # it is made when it is needed
+    return isinstance(cache.layers[index], CacheLayerMixin) and cache.get_seq_length(index) == 0
 
 
 def _layer_index(block: nn.Module) -> int | None:

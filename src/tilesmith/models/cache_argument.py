@@ -1,5 +1,5 @@
 """What forwards of transformers call their cache of keys and values, as an argument and as a field of what they return:
-`cache` since transformers 5.24, `past_key_values` before."""
+`cache` since transformers 5.24, before `past_key_values`, and `cache_params` where states are kept (Mamba, xLSTM)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_name(names: Iterable[str]) -> str | None:
@@ -18,4 +18,4 @@ def cache_name(names: Iterable[str]) -> str | None:
 
 def cache_parameter(forward: Callable[..., Any]) -> str:
     """What a forward that takes a cache calls it."""
-    return cache_name(inspect.signature(forward).parameters) or CACHE_NAMES[-1]
+    return cache_name(inspect.signature(forward).parameters) or "past_key_values"

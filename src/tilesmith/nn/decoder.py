@@ -292,7 +292,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """What the output projection reads, [B, T, C]. Arguments as of `forward`. losses: see `MixtureOfExperts`.
 
-        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents.
+        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents, and for a
+        sequence whose positions go beyond them.
         """
         tensor("Decoder", "tokens", tokens, ("batch", "tokens"))
         if tokens.dtype not in (torch.int32, torch.int64):
@@ -307,7 +308,7 @@ class Decoder(nn.Module):
         if sequence is not None and int(sequence.positions.max()) >= limit:
             last = int(sequence.positions.max())
             raise ValueError(f"Decoder: sequence has position {last}; max_positions is {limit}: use a shorter one")
-        if cu_seqlens is None and tokens.shape[1] > limit:
+        if sequence is None and cu_seqlens is None and tokens.shape[1] > limit:
             raise ValueError(
                 f"Decoder: tokens has {tokens.shape[1]} tokens a row; max_positions is {limit}: pass fewer tokens"
             )
