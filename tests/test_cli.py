@@ -560,6 +560,23 @@ def test_short_texts_are_refused(tmp_path):
         text.read(path)
 
 
+def test_a_text_of_few_tokens_is_refused(tmp_path):
+    """However many characters it has."""
+    (tmp_path / "one.txt").write_text("a" * 30_000)
+    code, output = run("demo", "--text", tmp_path / "one.txt", "--out", tmp_path, "--device", "cpu")
+    assert code == 2
+    assert "tokens; the demo needs at least 129" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_without_a_character_shows_another(encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "tilesmith", "doctor", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"? kernels need a GPU" in done.stdout
+
+
 class Tiny(nn.Module):
     """A language model of one layer that rounds to float32 inside, as Hugging Face's norms do."""
 

@@ -420,6 +420,7 @@ def test_json_is_all_that_stands_on_standard_output(book, tmp_path):
         (("OUT", "-p", ""), "--prompt is empty"),
         (("OUT", "-p", "x", "-n", 5000), "the model has 2048 positions"),
         (("OUT", "-p", "x", "--top-p", 0), "--top-p is 0.0"),
+        (("OUT", "-p", "ab\udcff"), "--prompt is not UTF-8: byte 2 is 0xff"),
         (("OUT", "-p", "x", "--dtype", "float33"), "'float33' is not a dtype"),
     ],
 )
@@ -438,6 +439,12 @@ def test_draws_are_from_the_tokens_asked_for():
     assert drawn(top_p=0.79) == {1, 3}
     assert drawn(top_p=0.81) == {1, 2, 3}
     assert drawn(top_p=0.01) == drawn(temperature=0.0) == drawn(top_k=1) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-42, 1e-300, 5e-324])
+def test_a_temperature_near_0_takes_the_likeliest(temperature):
+    draw = torch.Generator().manual_seed(0)
+    assert writing.sample(torch.tensor([-90.0, 30.0, 31.0, 30.5]), draw, temperature) == 2
 
 
 def test_characters_are_told_whole():
