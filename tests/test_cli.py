@@ -424,6 +424,21 @@ def test_bench_prints_and_saves(tmp_path, monkeypatch):
     assert "| forward |" in readme.read_text()
 
 
+def test_a_result_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilesmith.bench.run.run", lambda *args, **how: pytest.fail("measured"))
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / f"{OP}.json").write_text("{")
+    code, told = run("bench", OP, "--device", "cpu", "--save", "--out", tmp_path)
+    assert code == 2
+    assert f"{OP}.json is not a saved result" in told.replace("\n", "")
+
+
+def test_json_has_no_nan(capsys):
+    """Which other readers refuse."""
+    output.print_json({"error": float("inf"), "losses": [1.0, float("nan")], "at": (2, "x", None, True)})
+    assert json.loads(capsys.readouterr().out) == {"error": None, "losses": [1.0, None], "at": [2, "x", None, True]}
+
+
 def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     from tilesmith.bench import run as bench
 
