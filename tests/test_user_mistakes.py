@@ -186,6 +186,21 @@ def test_a_function_that_takes_nothing_is_a_plain_callable_without_a_word(recwar
     assert not recwarn and "a plain callable" in tilesmith.explain("takes_nothing")
 
 
+@pytest.mark.parametrize(("answer", "words"), [("too wide", "'too wide'"), (None, "None")])
+def test_reasons_that_are_no_list_are_named(answer, words):
+    """In place of a kernel that is refused for "t; o; o; ..."."""
+    name = f"mistaken_{answer is None}"
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    tilesmith.register_kernel(name)(twice)
+    tilesmith.register_kernel(name, backend="mine", rejects=lambda call: answer)(twice)
+    with pytest.raises(TypeError, match=f"rejects of {name}'s kernel 'mine' must return a list of sentences") as raised:
+        tilesmith.explain(name, torch.ones(2))
+    assert words in str(raised.value)
+
+
 def test_there_are_sixty():
     assert len(ATTENTION) + len(OPS) + len(NAMES) >= 60
 
