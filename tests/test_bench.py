@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -419,3 +420,11 @@ def test_every_op_says_what_work_it_needs(name):
         backward = run.work(op, call, backward=True)
         assert max(backward.values()) > 0
         assert backward.keys() == forward.keys()
+
+
+def test_a_difference_that_is_no_number_is_none():
+    nan, zero, one = torch.tensor([1.0, math.nan]), torch.zeros(2), torch.ones(2)
+    assert run.difference(one, one) == run.difference(zero, zero) == 0.0
+    assert run.difference(2 * one, one) == 1.0
+    assert run.difference(one, nan) is run.difference(nan, one) is run.difference(one, zero) is None
+    assert run.difference(one / 0, one) is None

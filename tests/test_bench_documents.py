@@ -49,6 +49,18 @@ def test_cases_that_a_run_leaves_out_stay_with_the_run_that_made_them(tmp_path):
     assert document.load(document.save(_document(), tmp_path)) == _document()
 
 
+def test_a_run_that_is_not_done_drops_no_rows_of_other_cases(tmp_path):
+    """While a model is timed, it is saved with the number of rounds so far."""
+    other = [{**_document()["rows"][0], "case": "b"}]
+    document.save(_document(command="bench 5"), tmp_path)
+    for rounds in (3, 4, 7):
+        path = document.save(_document(rows=other, rounds=rounds, command="bench 7"), tmp_path, keep=True)
+    found = document.load(path)
+    assert {row["case"] for row in found["rows"]} == {"a", "b"}
+    assert [run["rounds"] for run in document.runs(found)] == [7, 5]
+    assert "median of 5 or 7 interleaved rounds" in tables.provenance(found)
+
+
 def test_rows_of_another_dtype_or_device_do_not_stay(tmp_path):
     document.save(_document(), tmp_path)
     other = _document(dtype="float16", rows=[{**_document()["rows"][0], "case": "b"}])

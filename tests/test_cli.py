@@ -427,6 +427,21 @@ def test_bench_prints_and_saves(tmp_path, monkeypatch):
     assert "| forward |" in readme.read_text()
 
 
+def test_a_result_that_cannot_be_read_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilesmith.bench.run.run", lambda *args, **how: pytest.fail("measured"))
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / f"{OP}.json").write_text("{")
+    code, told = run("bench", OP, "--device", "cpu", "--save", "--out", tmp_path)
+    assert code == 2
+    assert f"{OP}.json is not a saved result" in told.replace("\n", "")
+
+
+def test_json_has_no_nan(capsys):
+    """Which other readers refuse."""
+    output.print_json({"error": float("inf"), "losses": [1.0, float("nan")], "at": (2, "x", None, True)})
+    assert json.loads(capsys.readouterr().out) == {"error": None, "losses": [1.0, None], "at": [2, "x", None, True]}
+
+
 def test_a_run_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch):
     from tilesmith.bench import run as bench
 
@@ -561,6 +576,23 @@ def test_short_texts_are_refused(tmp_path):
     path.write_text("too short")
     with pytest.raises(ValueError, match="has 9 characters"):
         text.read(path)
+
+
+def test_a_text_of_few_tokens_is_refused(tmp_path):
+    """However many characters it has."""
+    (tmp_path / "one.txt").write_text("a" * 30_000)
+    code, output = run("demo", "--text", tmp_path / "one.txt", "--out", tmp_path, "--device", "cpu")
+    assert code == 2
+    assert "tokens; the demo needs at least 129" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_without_a_character_shows_another(encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "tilesmith", "doctor", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"? kernels need a GPU" in done.stdout
 
 
 class Tiny(nn.Module):

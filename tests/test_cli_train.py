@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
+import threading
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -418,6 +420,7 @@ def test_json_is_all_that_stands_on_standard_output(book, tmp_path):
         (("OUT", "-p", ""), "--prompt is empty"),
         (("OUT", "-p", "x", "-n", 5000), "the model has 2048 positions"),
         (("OUT", "-p", "x", "--top-p", 0), "--top-p is 0.0"),
+        (("OUT", "-p", "ab\udcff"), "--prompt is not UTF-8: byte 2 is 0xff"),
         (("OUT", "-p", "x", "--dtype", "float33"), "'float33' is not a dtype"),
     ],
 )
@@ -455,6 +458,12 @@ def test_draws_are_from_the_tokens_asked_for():
     assert drawn(top_p=0.01) == drawn(temperature=0.0) == drawn(top_k=1) == {1}
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-42, 1e-300, 5e-324])
+def test_a_temperature_near_0_takes_the_likeliest(temperature):
+    draw = torch.Generator().manual_seed(0)
+    assert writing.sample(torch.tensor([-90.0, 30.0, 31.0, 30.5]), draw, temperature) == 2
+
+
 def test_characters_are_told_whole():
     pairs = text.BytePairs()
     ids = pairs.encode("aé’b")
@@ -477,3 +486,86 @@ def test_a_decoder_of_experts_is_trained_and_read_again(book, tmp_path):
     assert all(isinstance(layer.mlp, layers.MixtureOfExperts) for layer in decoder.layers)
     code, text = run("train", book, "--out", tmp_path / "other", *SMALL, *PLAN, "--experts", 2, "--chosen", 3)
     assert code != 0 and "experts_per_token is 3; there are 2 experts" in text
+
+
+def test_a_copy_of_a_checkpoint_beside_it_is_not_ours(book, tmp_path):
+    out = tmp_path / "out"
+    train(out, book, *SMALL, *PLAN, "--steps", 1)
+    for name in ("step-000001-copy", "step-000001 old", "step-best"):
+        shutil.copytree(out / "step-000001", out / name)
+    assert [p.name for p in trainer.checkpoints(out)] == ["step-000001"]
+    assert "step 2 of 2" in train(out, "--resume", "--steps", 2, "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state["data"].update(position=10**9), "has no window 1000000000"),
+        (lambda state: state["data"].update(epoch=-1), "epoch -1"),
+        (lambda state: state["history"]["loss"].pop(), "is of step 1, its history of 0"),
+        (lambda state: state["plan"].update(dtype="float33"), "no attribute 'float33'"),
+    ],
+)
+def test_a_state_that_is_damaged_is_refused(change, message, book, tmp_path):
+    train(tmp_path / "out", book, *SMALL, *PLAN, "--steps", 1)
+    path = tmp_path / "out" / "step-000001" / trainer.STATE
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+    code, output = run("train", "--out", tmp_path / "out", "--resume", "--steps", 2, "--device", "cpu")
+    assert code == 2
+    assert message in output
+
+
+def test_a_moment_that_is_missing_is_refused(book, tmp_path):
+    from safetensors.torch import save_file
+
+    train(tmp_path / "out", book, *SMALL, *PLAN, "--steps", 1)
+    path = tmp_path / "out" / "step-000001" / trainer.OPTIMIZER
+    tensors = checkpoint.load_tensors(path)
+    lost = next(key for key in tensors if key.startswith("exp_avg."))
+    del tensors[lost]
+    save_file(tensors, path)
+    code, output = run("train", "--out", tmp_path / "out", "--resume", "--steps", 2, "--device", "cpu")
+    assert code == 2
+    assert f"it has no {lost}" in output
+
+
+@pytest.mark.parametrize("kind", ["system", "safetensors"])
+def test_a_full_disk_ends_in_a_line_and_leaves_the_last_checkpoint(kind, book, tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    save = trainer.Trainer._save_state
+
+    def full(self, folder, about):
+        if self.step > 2:
+            raise OSError(28, "No space left on device") if kind == "system" else SafetensorError("I/O error: full")
+        save(self, folder, about)
+
+    def no_picture(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.Trainer, "_save_state", full)
+    monkeypatch.setattr(charts, "training_curves", no_picture)
+    code, output = run("train", "--out", tmp_path / "out", book, *SMALL, *PLAN, "--save-every", 2)
+    assert code == 1
+    assert "the checkpoint cannot be written: " in output and "the last checkpoint is of step 2" in output
+    assert [p.name for p in (tmp_path / "out").glob("step-*")] == ["step-000002"]
+
+
+def test_ctrl_c_at_any_moment_saves_the_last_step(book, tmp_path, monkeypatch):
+    """Between the look at what was asked and the end of the loop, too."""
+    advance = trainer.Trainer.advance
+
+    class Late(threading.Event):
+        asked = 0
+
+        def is_set(self):  # asked after the step that looked and did not save
+            self.asked += 1
+            return self.asked > 2
+
+    monkeypatch.setattr(threading, "Event", Late)
+    monkeypatch.setattr(trainer.Trainer, "advance", advance)
+    code, output = run("train", "--out", tmp_path / "out", book, *SMALL, *PLAN)
+    assert code == 130
+    assert "interrupted; step 1 of 6" in output

@@ -1,5 +1,10 @@
 """The search finds what is faster, rows are kept and found again, and a wrong winner is not kept."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -117,3 +122,56 @@ def test_rows_are_replaced_and_found_again(tmp_path, monkeypatch):
     assert found.config == {"pause": 1}
     assert Table.of("mine.triton", "sm90").nearest("triton.f", torch.float32, {"rows": 900}) is None
     assert Table.of("mine.triton", "sm90").nearest("triton.f", torch.float16, {"rows": 8}) is None
+
+
+def test_processes_that_keep_rows_at_the_same_time_lose_none(tmp_path):
+    """What one keeps, the others neither overwrite nor tear."""
+    code = (
+        "import sys\n"
+        "from tilesmith.engine.table import Row, append\n"
+        "for i in range(20):\n"
+        "    row = Row('triton.f', 'float32', {'rows': int(sys.argv[1]) + i}, {}, 1.0, 0.0, '', '', '', '')\n"
+        "    append('mine.triton', 'sm90', [row])\n"
+    )
+    environment = {**os.environ, "TILESMITH_CACHE_DIR": str(tmp_path)}
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(1000 * i)], env=environment) for i in range(1, 4)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    kept = json.loads(next((tmp_path / "tuning").glob("*.json")).read_text())
+    assert sorted(row["dims"]["rows"] for row in kept) == [1000 * i + j for i in range(1, 4) for j in range(20)]
+    assert sorted(p.suffix for p in (tmp_path / "tuning").iterdir()) == [".json", ".lock"]
+
+
+GOOD = {"kernel": "triton.f", "dtype": "float32", "dims": {"rows": 8}, "config": {"pause": 1}, "median_us": 1.0}
+GOOD |= {"spread": 0.0, "torch": "", "triton": "", "driver": "", "date": ""}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("", "5", "[[]]", "[" * 100_000),
+        *(json.dumps([{**GOOD, **bad}]) for bad in ({"dims": None}, {"dims": {"rows": "8"}}, {"config": None})),
+    ],
+)
+def test_a_file_of_rows_that_is_damaged_fails_no_call(written, tmp_path, monkeypatch):
+    from tilesmith.engine import table
+
+    (tmp_path / "rows.json").write_text(written)
+    monkeypatch.setattr(table, "user_file", lambda package, arch: tmp_path / "rows.json")
+    Table.of.cache_clear()
+    with pytest.warns(UserWarning, match="cannot be read"):
+        found = Table.of("mine.triton", "sm90").nearest("triton.f", torch.float32, {"rows": 9})
+    Table.of.cache_clear()
+    assert found is None
+
+
+def test_a_cache_folder_that_cannot_be_looked_into_fails_no_call(monkeypatch):
+    from tilesmith.engine import table
+
+    def stat(self, **how):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(table, "user_file", lambda package, arch: Path("/root/rows.json"))
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(Path, "read_text", stat)
+    with pytest.warns(UserWarning, match="Permission denied"):
+        assert table._kept(table.user_file("mine", "sm90")) == []

@@ -6,6 +6,8 @@ name's refusals; this table asks more of fewer.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn as torch_nn
@@ -184,6 +186,21 @@ def test_a_function_that_takes_nothing_is_a_plain_callable_without_a_word(recwar
     assert not recwarn and "a plain callable" in tilesmith.explain("takes_nothing")
 
 
+@pytest.mark.parametrize(("answer", "words"), [("too wide", "'too wide'"), (None, "None")])
+def test_reasons_that_are_no_list_are_named(answer, words):
+    """In place of a kernel that is refused for "t; o; o; ..."."""
+    name = f"mistaken_{answer is None}"
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    tilesmith.register_kernel(name)(twice)
+    tilesmith.register_kernel(name, backend="mine", rejects=lambda call: answer)(twice)
+    with pytest.raises(TypeError, match=f"rejects of {name}'s kernel 'mine' must return a list of sentences") as raised:
+        tilesmith.explain(name, torch.ones(2))
+    assert words in str(raised.value)
+
+
 def test_there_are_sixty():
     assert len(ATTENTION) + len(OPS) + len(NAMES) >= 60
 
@@ -196,6 +213,8 @@ def test_there_are_sixty():
         ("TILESMITH_DEBUG", "maybe", "TILESMITH_DEBUG|'maybe'|1, true, yes or on"),
         ("TILESMITH_TUNE", "2", "TILESMITH_TUNE|'2'|0, false, no, off or empty"),
         ("TILESMITH_USE", "rms_norm", "TILESMITH_USE|'rms_norm'|op=backend"),
+        ("TILESMITH_USE", "silu=triton,silu=reference", "TILESMITH_USE|pins silu to 'triton' and to 'reference'"),
+        ("TILESMITH_CACHE_DIR", "~nobody-of-that-name/x", "TILESMITH_CACHE_DIR|'~nobody-of-that-name/x'"),
         ("TILESMITH_PORTABLE", "metal", "TILESMITH_PORTABLE|'metal'|interpreter, vulkan or webgpu"),
     ],
 )
@@ -204,6 +223,25 @@ def test_the_environment_is_read_in_full_or_not_at_all(monkeypatch, name, value,
     with pytest.raises(ValueError, match=name) as raised:
         settings.settings.__wrapped__()
     assert [part for part in words.split("|") if part not in str(raised.value)] == []
+
+
+def test_the_cache_folder_of_any_environment(monkeypatch, tmp_path):
+    """A "~" that no shell has expanded, a folder relative to where the process began, and a user without a home."""
+    read = settings.settings.__wrapped__
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for written, folder in (("~/mine", tmp_path / "mine"), ("mine", tmp_path / "mine")):
+        monkeypatch.setenv("TILESMITH_CACHE_DIR", written)
+        assert read().cache_dir == folder
+    monkeypatch.setenv("TILESMITH_CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert read().cache_dir == tmp_path / ".cache" / "tilesmith"
+
+    def homeless(cls):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    assert read().cache_dir.is_absolute()
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("on", True), ("", False), ("OFF", False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import tempfile
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -79,6 +80,9 @@ def _pins(text: str) -> tuple[tuple[str, str], ...]:
                 f"{PREFIX}USE has {part!r}; it must be a comma-separated list of op=backend, such as rms_norm=triton"
             )
         pins.append((name.strip(), backend.strip()))
+    for name, backend in pins:
+        if (other := dict(pins)[name]) != backend:
+            raise ValueError(f"{PREFIX}USE pins {name} to {backend!r} and to {other!r}; give one of them")
     return tuple(pins)
 
 
@@ -101,8 +105,23 @@ def _transport(text: str) -> str:
 
 
 def _default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tilesmith"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # a relative one is invalid, says the XDG specification
+        return base / "tilesmith"
+    try:
+        return Path.home() / ".cache" / "tilesmith"
+    except RuntimeError:  # a user without a home, as in a container
+        return Path(tempfile.gettempdir()) / f"tilesmith-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+def _cache(text: str) -> Path:
+    """The folder named, "~" as shells read it, wherever the process goes later."""
+    if not text:
+        return _default_cache()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as problem:
+        raise ValueError(f"{PREFIX}CACHE_DIR is {text!r}: {problem}") from None
 
 
 @lru_cache(maxsize=1)
@@ -114,10 +133,9 @@ def settings() -> Settings:
 def read() -> Settings:
     """What the environment says now. Raises ValueError as above."""
     _check_names()
-    cache = os.environ.get(PREFIX + "CACHE_DIR")
     return Settings(
         pins=_pins(os.environ.get(PREFIX + "USE", "")),
-        cache_dir=Path(cache) if cache else _default_cache(),
+        cache_dir=_cache(os.environ.get(PREFIX + "CACHE_DIR", "")),
         tune=_flag("TUNE"),
         debug=_flag("DEBUG"),
         portable=_portable(os.environ.get(PREFIX + "PORTABLE") or "interpreter"),

@@ -20,7 +20,7 @@ from tilesmith.hardware import arch_of
 from tilesmith.hardware.detect import driver
 
 OURS = "tilesmith"  # among the providers of a row
-RUN = ("command", "date", "versions", "ceilings")  # in the head, what runs of one file may differ in
+RUN = ("command", "date", "versions", "ceilings", "rounds")  # in the head, what runs of one file may differ in
 PACKAGES = ("tilesmith", "triton", "transformers", "liger-kernel", "quack-kernels", "flash-attn-4", "torchao")
 
 
@@ -77,13 +77,14 @@ def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """`new` and those rows of `old` whose case and pass `new` has not, cases and passes in the order of `old`.
 
     Providers of a case are compared within one process, so all of its rows are replaced together. `new` alone where
-    the device, the dtype or the number of rounds is another: the rows of one file are to be compared.
+    the device or the dtype is another: the rows of one file are to be compared.
     """
-    alike = [(d["hardware"]["name"], d.get("dtype"), d.get("rounds")) for d in (old, new)]
+    alike = [(d["hardware"]["name"], d.get("dtype")) for d in (old, new)]
     if alike[0] != alike[1]:
         return new
     measured = {_what(row) for row in new["rows"]}
-    runs, kept = [_run(old), *old.get("earlier", ())], []
+    same = {"rounds": old["rounds"]} if "rounds" in old else {}  # of runs that say nothing else
+    runs, kept = [_run(old), *({**same, **run} for run in old.get("earlier", ()))], []
     earlier: list[dict[str, Any]] = []
     for row in (row for row in old["rows"] if _what(row) not in measured):
         run = runs[row["earlier"] + 1 if "earlier" in row else 0]

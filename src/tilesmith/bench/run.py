@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -284,7 +285,8 @@ def _ours(provider: str) -> bool:
 
 
 def difference(out: Any, expected: Any) -> float | None:
-    """Norm of the difference over norm of the expected, over all outputs that both have; None if shapes differ."""
+    """Norm of the difference over norm of the expected, over all outputs that both have; None if shapes differ, and
+    where that is no number: one has a NaN, or an infinity that the other has not, or only 0 is expected."""
     pairs = list(zip(*((o if isinstance(o, tuple | list) else (o,)) for o in (out, expected))))
     pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
     if any(a.shape != b.shape for a, b in pairs):
@@ -296,7 +298,10 @@ def difference(out: Any, expected: Any) -> float | None:
             # lse is -inf for everyone where a query sees nothing
             gap += float(torch.where(a == b, 0.0, a - b).square().sum())
             size += float(torch.where(b.isinf(), 0.0, b).square().sum())
-    return float(f"{(gap / size) ** 0.5:.3g}") if size else 0.0
+    if gap == 0.0:
+        return 0.0
+    found = (gap / size) ** 0.5 if size else math.inf
+    return float(f"{found:.3g}") if math.isfinite(found) else None
 
 
 def reason(problem: Exception) -> str:

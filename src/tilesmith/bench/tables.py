@@ -78,7 +78,10 @@ def provenance(document: Mapping[str, Any]) -> str:
     made = runs(document)
     listed = ", ".join(f"{name} {versions}" for name, versions in _versions(document).items())
     dtype = f"{document['dtype']}, " if "dtype" in document else ""
-    rounds = f"median of {document['rounds']} interleaved rounds, " if "rounds" in document else ""
+    rounds = ""
+    if "rounds" in document:
+        counts = sorted({run.get("rounds", document["rounds"]) for run in made})
+        rounds = f"median of {' or '.join(map(str, counts))} interleaved rounds, "
     dates = sorted({run["date"] for run in made})
     dated = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     command = textwrap.shorten(" ; ".join(dict.fromkeys(run["command"] for run in made)), 200, placeholder=" …")

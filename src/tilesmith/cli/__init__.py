@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
@@ -56,6 +57,9 @@ def _application_options():
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an encoding without "µ" or "→" shows "?", and ends nothing
+            stream.reconfigure(errors="replace")
     missing = [name for name in ("typer", "rich") if not _installed(name)]
     if missing:
         sys.stderr.write(

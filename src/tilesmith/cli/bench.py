@@ -111,7 +111,10 @@ def command(
             write(found, out, keep=True)
 
     documents: list[dict[str, Any]] = []
-    for subject in _selected(_subjects(what, tag or _tag(where), sweep), case or (), only, sweep):
+    subjects = _selected(_subjects(what, tag or _tag(where), sweep), case or (), only, sweep)
+    if save:
+        _check_results(subjects, out, where)
+    for subject in subjects:
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
             asked = {**measure, "progress": told, "so_far": so_far, "only": providers_of(subject, only)}
@@ -136,6 +139,19 @@ def command(
             _plot(found, plot, told)
     if as_json:
         print_json(documents)
+
+
+def _check_results(subjects: list[str], out: Path, device: torch.device) -> None:
+    """Refuse results of before that cannot be read, before hours are spent on what is to stand beside them."""
+    from tilesmith.bench.document import load
+    from tilesmith.hardware import arch_of
+
+    for path in sorted((out / arch_of(device).name).glob("*.json")):
+        if any(path.stem == subject or path.stem.startswith(f"{subject}-") for subject in subjects):
+            try:
+                load(path)
+            except (OSError, ValueError) as problem:
+                refuse(f"--out: {path} is not a saved result, and would hold the new rows: {problem}; move it away")
 
 
 def _check_together(zoo: int | None, decode: bool, sweep: str | None, chosen: bool, plot: Path | None) -> None:
@@ -291,9 +307,12 @@ def _fill(readme: Path, results: Path) -> None:
     try:
         text = readme.read_text(encoding="utf-8")
         filled = fill(text, results)
-    except (FileNotFoundError, ValueError) as problem:
+    except (OSError, ValueError) as problem:
         refuse(str(problem))
-    readme.write_text(filled, encoding="utf-8")
+    try:
+        readme.write_text(filled, encoding="utf-8")
+    except OSError as problem:
+        refuse(f"--readme {readme} cannot be written to: {problem.strerror}")
     console.print(f"{readme}: {'tables filled' if filled != text else 'already up to date'}", highlight=False)
 
 

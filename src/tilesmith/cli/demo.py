@@ -48,6 +48,7 @@ class Plan:
 SMALL = Plan(batch=8, length=128, steps=200, rate=4e-3)
 LARGE = Plan(batch=16, length=1024, steps=200, rate=1e-3)
 LOADED = Plan(batch=1, length=256, steps=20, rate=1e-5)
+CHECKED = 2, 64  # windows and tokens of the check
 TRAINING_SECONDS = 75  # fewer steps than planned where they would not fit
 
 
@@ -86,6 +87,9 @@ def command(
     with messages_to_stderr(as_json):
         subject = _subject(model, _text(text), where, kind, seed)
         plan = LOADED if model else SMALL if where.type == "cpu" else LARGE
+        needed = max(plan.length, CHECKED[0] * CHECKED[1]) + 1
+        if len(subject.tokens) < needed:
+            refuse(f"--text {text} makes only {len(subject.tokens):,} tokens; the demo needs at least {needed:,}")
         _headline(subject, where, kind, text)
         models, report = _optimise(subject)
         checks = _check(models, subject)
@@ -164,7 +168,7 @@ def _check(models: Mapping[str, nn.Module], subject: Subject) -> list[dict[str, 
     from tilesmith.engine.backends import REFERENCE
 
     console.rule("Is it the same model?", align="left")
-    ids = subject.tokens[: 2 * 64].view(2, 64).to(next(models[ORIGINAL].parameters()).device)
+    ids = subject.tokens[: CHECKED[0] * CHECKED[1]].view(CHECKED).to(next(models[ORIGINAL].parameters()).device)
     absent = {op: REFERENCE for op, reasons in _unreached(models[OPTIMISED], ids.device).items() if reasons}
     with console.status("comparing with the original in fp64"), use(**absent):
         checks = equality.compare(models[ORIGINAL], models[OPTIMISED], ids)

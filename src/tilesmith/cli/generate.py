@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +48,8 @@ def command(
     if not 0.0 < top_p <= 1.0:
         refuse(f"--top-p is {top_p}; it must be above 0 and at most 1")
     needs("safetensors", "cli", "reading a checkpoint")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _unicode(sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape"))
+    text = io.StringIO(text, newline=None).read() if prompt == "-" else text  # line ends as a text file has them
     where = device_named(device)
     language = _read(folder, None if dtype is None else dtype_named(dtype, where))
     language.model.to(where).eval()
@@ -66,6 +68,14 @@ def command(
     elif first is not None:
         rest = "" if speed is None else f", then {speed:,.1f} tokens/s"
         errors.print(f"first token after {first * 1e3:,.0f} ms{rest}", style="dim", highlight=False)
+
+
+def _unicode(written: bytes) -> str:
+    """The prompt, which is UTF-8 whatever the terminal's encoding. Refuses other bytes."""
+    try:
+        return written.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        refuse(f"--prompt is not UTF-8: byte {problem.start} is 0x{written[problem.start]:02x}; give UTF-8 text")
 
 
 def _read(folder: Path, dtype: torch.dtype | None) -> LanguageModel:

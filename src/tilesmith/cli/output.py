@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -72,8 +73,17 @@ def check_folder(option: str, folder: Path, instead: str = "name another folder"
 
 
 def print_json(found: Any) -> None:
-    """Plain data as JSON on standard output, whole lines whatever the width."""
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    """Plain data as JSON on standard output, whole lines whatever the width. NaN and infinities, which JSON has not,
+    are null."""
+    sys.stdout.write(json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    if isinstance(found, Mapping):
+        return {name: _finite(value) for name, value in found.items()}
+    return [_finite(value) for value in found] if isinstance(found, list | tuple) else found
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from tilesmith.cli.output import (
     CHECK_FAILED,
@@ -20,6 +21,7 @@ from tilesmith.cli.output import (
     check_folder,
     console,
     device_named,
+    errors,
     messages_to_stderr,
     needs,
     print_json,
@@ -194,7 +196,7 @@ def _resumed(
             language.optimize()
         trainer = Trainer(language, *_split(language, text, plan), plan)
         trainer.restore(latest, state)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:  # a damaged file may hold anything
         refuse(f"--resume: {latest} cannot be continued: {_first_line(problem)}")
     return trainer, {name: state[name] for name in ("texts", "digest", "optimized")}
 
@@ -333,12 +335,26 @@ def _train(trainer: Trainer, last: int, eval_every: int, save: Callable[[], Path
                 speed = clock.lap() * plan.accumulate * plan.batch * plan.length
                 _told(trainer, trainer.evaluate(), f"{speed:,.0f} tokens/s")
             if trainer.step % save_every == 0 or trainer.step == last or asked.is_set():
-                where, kept = save(), trainer.step
+                where, kept = _saved(save, kept), trainer.step
+        if trainer.step > kept:  # asked between the last look and the end of the loop
+            where = _saved(save, kept)
     stopped = "interrupted; " if asked.is_set() else ""
     saved = "nothing new was trained" if where is None else f"step {trainer.step:,} of {plan.steps:,} is in {where}"
     console.print(f"{stopped}{saved}", highlight=False)
     if stopped:
         raise typer.Exit(INTERRUPTED)
+
+
+def _saved(save: Callable[[], Path], kept: int) -> Path:
+    """What `save` wrote. Ends the command in words where it cannot, as on a full disk. kept: the last step saved."""
+    from safetensors import SafetensorError
+
+    try:
+        return save()
+    except (OSError, SafetensorError) as problem:
+        told = f"the last checkpoint is of step {kept}" if kept else "there is no checkpoint yet"
+        errors.print(f"[red]the checkpoint cannot be written:[/] {escape(_first_line(problem))}; {told}")
+        raise typer.Exit(CHECK_FAILED) from None
 
 
 def _told(trainer: Trainer, loss: float, speed: str) -> None:
@@ -391,7 +407,13 @@ def _curves(trainer: Trainer, out: Path, about: dict[str, Any]) -> None:
 
     if trainer.history.loss and charts.available():
         names = ", ".join(Path(text).name for text in about["texts"])
-        paths = charts.training_curves(trainer.history.loss, trainer.history.validation, out, f"Training on {names}")
+        try:
+            paths = charts.training_curves(
+                trainer.history.loss, trainer.history.validation, out, f"Training on {names}"
+            )
+        except OSError as problem:  # the run itself is safe
+            console.print(f"no loss curves: {escape(_first_line(problem))}", style="dim", highlight=False)
+            return
         console.print(f"loss curves: {', '.join(map(str, paths))}", highlight=False)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from tilesmith.cli.checkpoint import LanguageModel, load_tensors
 from tilesmith.cli.training import learning_rate
 from tilesmith.cli.windows import Windows
 
+STEP = re.compile(r"step-[0-9]+")  # a copy beside it, such as "step-000250 old", is not ours
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -126,8 +128,12 @@ class Trainer:
         partial = folder / f"{final.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        self.language.save(partial)
-        self._save_state(partial, about)
+        try:
+            self.language.save(partial)
+            self._save_state(partial, about)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is in the way
+            raise
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         partial.rename(final)
         for path in final.iterdir():
@@ -154,7 +160,7 @@ class Trainer:
     def restore(self, folder: Path, state: dict[str, Any]) -> None:
         """Continue from what `save` wrote into a step's folder; the model has its weights already.
 
-        Raises ValueError where the file does not fit the model.
+        Raises ValueError where the files do not fit the model, the text or each other.
         """
         tensors = load_tensors(folder / OPTIMIZER)
         torch.set_rng_state(tensors.pop("rng.cpu"))
@@ -168,10 +174,20 @@ class Trainer:
                 sizes = "" if parameter is None else f", which is {list(parameter.shape)} in the model"
                 raise ValueError(f"{folder / OPTIMIZER} does not fit: it has {key} {list(value.shape)}{sizes}")
             self.optimizer.state[parameter][moment] = value if moment == "step" else value.to(device)
+        self._check_moments(folder / OPTIMIZER)
         data = state["data"]
         self.windows = Windows(self.windows.tokens, self.plan.length, self.plan.seed, data["epoch"], data["position"])
         kept = state["history"]
         self.history = History(**{**kept, "validation": {int(s): loss for s, loss in kept["validation"].items()}})
+        if not state["step"] == len(self.history.loss) == len(self.history.norm) == len(self.history.rate):
+            raise ValueError(f"{folder / STATE} is of step {state['step']}, its history of {len(self.history.loss)}")
+
+    def _check_moments(self, path: Path) -> None:
+        """Raise ValueError where a parameter has some of its moments, but not all."""
+        for name, parameter in self.parameters.items():
+            there = self.optimizer.state.get(parameter, {})
+            if there and (lacking := [moment for moment in MOMENTS if moment not in there]):
+                raise ValueError(f"{path} does not fit: it has no {lacking[0]}.{name}")
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         if self.plan.autocast == "none":
@@ -181,7 +197,7 @@ class Trainer:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The folders of steps that `Trainer.save` wrote, the latest last."""
-    found = (p for p in folder.glob("step-*") if p.suffix != ".partial" and (p / STATE).is_file())
+    found = (p for p in folder.glob("step-*") if STEP.fullmatch(p.name) and (p / STATE).is_file())
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 

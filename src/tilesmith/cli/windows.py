@@ -10,12 +10,15 @@ class Windows:
     """Windows [length] of tokens [N], N >= length.
 
     epoch, position: how many windows of which epoch have been taken. Together with the seed they say what comes next.
+    Raises ValueError for an epoch below 0 and for a position outside of it.
     """
 
     def __init__(self, tokens: Tensor, length: int, seed: int, epoch: int = 0, position: int = 0):
         self.tokens, self.length, self.seed = tokens, length, seed
         self.epoch, self.position = epoch, position
         self._starts = self._order()
+        if epoch < 0 or not 0 <= position <= len(self._starts):
+            raise ValueError(f"epoch {epoch} has no window {position}; an epoch has {len(self._starts)} windows")
 
     def take(self, count: int) -> Tensor:
         """The next windows, [count, length]; where an epoch ends the next one follows."""

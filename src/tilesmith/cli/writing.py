@@ -19,7 +19,8 @@ def sample(logits: Tensor, draw: torch.Generator, temperature: float = 1.0, top_
     """
     if temperature == 0.0:
         return int(logits.argmax())
-    best = torch.topk(logits.float() / temperature, min(top_k, len(logits)) if top_k else len(logits))
+    below = (logits - logits.max()).double() / temperature  # the largest stays 0, however small the temperature
+    best = torch.topk(below.float(), min(top_k, len(logits)) if top_k else len(logits))
     chances = best.values.softmax(-1)
     if top_p < 1.0:
         before = chances.cumsum(-1) - chances

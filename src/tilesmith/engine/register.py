@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tilesmith.engine.arguments import shown, suggestion
@@ -77,7 +78,8 @@ def register_kernel(
         if op is not None:
             planned = rehearsed(fn, tells) if plans is rehearsed else plans
             told = tells if planned is None else lines_of(planned)
-            kernel = Kernel(name, backend or "custom", fn, rank, rejects, errors or {}, told, eps, planned)
+            asked = _sentences(name, backend or "custom", rejects)
+            kernel = Kernel(name, backend or "custom", fn, rank, asked, errors or {}, told, eps, planned)
             fn.tilesmith_kernel = op.add_kernel(kernel)
         elif of_kernels:
             raise ValueError(
@@ -93,6 +95,22 @@ def register_kernel(
         return fn
 
     return add
+
+
+def _sentences(name: str, backend: str, rejects: Callable[[Any], Sequence[str]]) -> Callable[[Any], Sequence[str]]:
+    """`rejects`, whose answer is a list of sentences or a TypeError: a bare string would be one sentence a letter."""
+
+    @functools.wraps(rejects)
+    def asked(call: Any) -> Sequence[str]:
+        found = rejects(call)
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise TypeError(
+                f"register_kernel: rejects of {name}'s kernel {backend!r} must return a list of sentences, got "
+                f"{shown(found)}; [] accepts a call"
+            )
+        return found
+
+    return rejects if rejects is accept else asked
 
 
 def _warn_of_annotations(name: str, fn: Callable[..., Any]) -> None:

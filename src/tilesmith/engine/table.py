@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from tilesmith.engine.registry import family_of
+from tilesmith.engine.shared_files import alone, write_whole
 from tilesmith.settings import settings
 
 
@@ -73,16 +75,24 @@ class Table:
 
 def _kept(path: Path) -> list[Row]:
     """The rows of a file of this machine. One that cannot be read is as good as none: a call must not fail for it."""
-    if not path.is_file():
-        return []
     try:
-        return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as problem:  # no rights, no JSON, no rows
+        return [_checked(Row(**row)) for row in json.loads(path.read_text(encoding="utf-8"))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError, TypeError, RecursionError) as problem:  # no rights, no JSON, no rows
         warnings.warn(
             f"the tuning rows in {path} cannot be read ({problem}) and are not used; delete the file, and tune again",
             stacklevel=2,
         )
         return []
+
+
+def _checked(row: Row) -> Row:
+    """The row. Raises TypeError where a call could not look at it."""
+    sizes = isinstance(row.dims, dict) and all(type(size) is int for size in row.dims.values())
+    if not sizes or not isinstance(row.config, dict) or not isinstance(row.kernel, str):
+        raise TypeError("a row needs a kernel's name, dims of whole numbers and a config")
+    return row
 
 
 def user_file(package: str, arch: str) -> Path:
@@ -92,10 +102,10 @@ def user_file(package: str, arch: str) -> Path:
 
 def append(module: str, arch: str, rows: list[Row], path: Path | None = None) -> Path:
     """Add rows of a kernel module to a file (by default this machine's), in place of those of the same call."""
-    path = path or user_file(family_of(module), arch)
-    old = _kept(path)
     new = {(r.kernel, r.dtype, *r.dims.items()) for r in rows}
-    save(path, [*(r for r in old if (r.kernel, r.dtype, *r.dims.items()) not in new), *rows])
+    with alone(user_file(family_of(module), arch)) if path is None else contextlib.nullcontext():
+        path = path or user_file(family_of(module), arch)
+        save(path, [*(r for r in _kept(path) if (r.kernel, r.dtype, *r.dims.items()) not in new), *rows])
     return path
 
 
@@ -106,8 +116,5 @@ def shipped_file(module: str, arch: str) -> Path:
 
 def save(path: Path, rows: list[Row]) -> None:
     """Write rows as JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps([asdict(r) for r in rows], indent=1) + "\n")
     Table.of.cache_clear()

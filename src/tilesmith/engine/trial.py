@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch
 
 from tilesmith.engine import releases
 from tilesmith.engine.backends import in_gluon
+from tilesmith.engine.shared_files import alone, write_whole
 from tilesmith.hardware.detect import driver
 from tilesmith.settings import settings
 
@@ -39,6 +40,8 @@ PROGRAM = "tilesmith.validate.trial"  # by name: a trial knows cases and budgets
 TRUST = "TILESMITH_TRUST_TRITON"
 PASSED, FAILED, PREVENTED = 0, 1, 75  # exit codes of the program; 75: something else than the kernel was in the way
 LONGEST = 900  # seconds
+# by which others end a process: a system without memory, a scheduler, a user. No kernel is guilty of them.
+FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU")
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def _kept_or_tried(unit: Unit, call: Launches, ask: bool) -> Verdict | None:
     if kept is None and ask:
         return None
     if kept is None:
-        with _alone(where):  # ranks of one job come here together
+        with alone(where):  # ranks of one job come here together
             kept = _read(where) or _try(unit, call, where)
     if kept["passed"]:
         return Verdict(note=f"{_untested()}; {unit} was tried with it on {kept['date']}: {kept['message']}")
@@ -168,19 +171,6 @@ def _read(where: Path) -> dict | None:
     return kept if isinstance(kept, dict) and {"passed", "message", "date"} <= kept.keys() else None
 
 
-@contextlib.contextmanager
-def _alone(where: Path) -> Iterator[None]:
-    """Inside, no other process of this user tries the same kernel, as far as the file system can say so."""
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            where.parent.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(where.with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _try(unit: Unit, call: Launches, where: Path) -> dict:
     """Run the trial, keep its outcome unless something else than the kernel prevented it, and return it."""
     kernels = ",".join(call.kernels or ())
@@ -194,10 +184,7 @@ def _try(unit: Unit, call: Launches, where: Path) -> dict:
     outcome |= _conditions(unit.device)
     if code != PREVENTED:
         with contextlib.suppress(OSError):  # a cache that cannot be written: the outcome holds for this process
-            where.parent.mkdir(parents=True, exist_ok=True)
-            made = where.with_suffix(f".{os.getpid()}")
-            made.write_text(json.dumps(outcome, indent=1), encoding="utf-8")
-            made.replace(where)
+            write_whole(where, json.dumps(outcome, indent=1))
     log.warning("%s: %s", named, message)
     return outcome
 
@@ -209,12 +196,15 @@ def _run(command: list[str]) -> tuple[int, str]:
     }
     environment |= {TRUST: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST)
+        how = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}  # compilers may print anything
+        done = subprocess.run(command, env=environment, timeout=LONGEST, **how)
     except subprocess.TimeoutExpired:
         return PREVENTED, f"it took longer than {LONGEST} s"
     except OSError as problem:
         return PREVENTED, f"no process could be started for it: {problem}"
     if done.returncode < 0:
-        return FAILED, f"its process was ended by {signal.Signals(-done.returncode).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-done.returncode, f"signal {-done.returncode}")
+        return PREVENTED if name in FROM_OUTSIDE else FAILED, f"its process was ended by {name}"
     words = (done.stdout.strip() if done.returncode in (PASSED, FAILED, PREVENTED) else "") or done.stderr.strip()
     return done.returncode if done.returncode in (PASSED, PREVENTED) else FAILED, words.rpartition("\n")[2]
