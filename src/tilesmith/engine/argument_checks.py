@@ -127,7 +127,7 @@ def size(op: str, name: str, value: Any, least: int = 1) -> int:
 
 def number(op: str, name: str, value: Any, least: float | None = None) -> float:
     """value, a finite number of at least `least`, or an error."""
-    if type(value) is float and (-_LARGEST if least is None else least) <= value <= _LARGEST:  # the usual case
+    if isinstance(value, float) and (-_LARGEST if least is None else least) <= value <= _LARGEST:  # the usual case
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{op}: {name} must be a number, got {_came(value)}")
