@@ -33,8 +33,14 @@ class LabelledForm(Form):
         # torch.compile puts a CrossEntropyLoss object into the graph without asking its input (PyTorch 2.13).
         traceable = "CrossEntropyLoss" not in inspect.unwrap(whole).__code__.co_names
 
+        @constant_in_graphs
+        def known() -> tuple[str, tuple[str, ...], int, bool]:
+            """What a forward has to know, as one thing that a compiled model is guarded by."""
+            return path, holders, place, traceable
+
         @functools.wraps(whole)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path, holders, place, traceable = known()
             if given("labels", place, args, kwargs) is None or (torch.compiler.is_compiling() and not traceable):
                 return whole(self, *args, **kwargs)
             head = _at(self, path)
