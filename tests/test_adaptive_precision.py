@@ -539,7 +539,7 @@ REFUSED = [
         ValueError,
         "STATIC rounds by the layers' inputs; pass calibration=",
     ),
-    ("loss_fn", lambda m: create_ultra_precision_module(m, loss_fn=len), ValueError, "no use without calibration"),
+    ("loss_fn", lambda m: create_ultra_precision_module(m, loss_fn=len), ValueError, "loss_fn needs calibration="),
     ("twice", lambda m: create_ultra_precision_module(create_ultra_precision_module(m)), ValueError, "packed already"),
     (
         "columns",

@@ -128,9 +128,8 @@ def command(
             else:
                 found = _op(subject, sweep, {**asked, "named": named, "forward": forward}, tag or _tag(where))
         told = errors if as_json else console
-        if as_json:
-            documents.append(found)
-        else:
+        documents.append(found)
+        if not as_json:
             _show(found)
         if save:
             some = subject == "model" or bool(case) or forward or "=" in (sweep or "")

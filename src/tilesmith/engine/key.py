@@ -135,7 +135,7 @@ def _facts(types: list[str], together: Pairs, plain: bool = False) -> tuple[list
                 lines.append(f"else: f{i} = {facts}")
             fields.append(f"f{i}" if optional else facts)
         elif "List" in kind:
-            fields.append(f"tuple({a}) if type({a}) is list else {a}, tuple(map(type, {a})) if {a} else None")
+            fields.append(f"tuple({a}) if type({a}) is list else {a}, None if {a} is None else tuple(map(type, {a}))")
         else:  # True, 1 and 1.0 are equal, and a check tells them apart
             fields.append(a if "str" in kind else f"{a}, {a}.__class__")
     return lines, ", ".join([*fields, *_one_address(together)])
