@@ -164,13 +164,13 @@ def test_a_file_of_rows_that_is_damaged_fails_no_call(written, tmp_path, monkeyp
     assert found is None
 
 
-def test_a_cache_folder_that_cannot_be_looked_into_fails_no_call(monkeypatch):
+def test_a_cache_folder_that_cannot_be_looked_into_fails_no_call(tmp_path, monkeypatch):
     from tilesmith.engine import table
 
     def stat(self, **how):
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(table, "user_file", lambda package, arch: Path("/root/rows.json"))
+    monkeypatch.setattr(table, "user_file", lambda package, arch: tmp_path / "rows.json")
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.setattr(Path, "read_text", stat)
     with pytest.warns(UserWarning, match="Permission denied"):
