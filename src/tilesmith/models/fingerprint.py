@@ -57,9 +57,8 @@ class Fingerprint:
         self._modules, self._classes = modules, list(map(type, modules))
         records = list(_records(modules))
         # An attribute that is new may hide one of the class, or be a loss that is put on a model.
-        self._sizes = [*((vars(m), len(vars(m))) for m in modules), *((record, len(record)) for record in records)]
-        self._holders = [holder for holder, _ in self._sizes]
-        self._lengths = [size for _, size in self._sizes]
+        self._holders = [*map(vars, modules), *records]
+        self._lengths = list(map(len, self._holders))
         read = [*map(_read, modules), *((record, _attributes(record)) for record in records)]
         self._plain = _by_names([(holder, {n: v for n, v in f.items() if type(v) is not _Same}) for holder, f in read])
         alone = [(holder, name, v.value) for holder, f in read for name, v in f.items() if type(v) is _Same]
