@@ -1,4 +1,4 @@
-"""Files of the cache folder, which processes and threads share: written whole, and changed by one at a time."""
+"""Files of the cache folder, which processes and threads share: atomic writes, and a lock for changes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all, whoever else writes it meanwhile. Raises OSError."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file, whole or not at all, even if others write it at the same time. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
@@ -23,8 +23,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Inside, no other process or thread is inside for the same file, as far as the file system can say so."""
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock on a file: only one process or thread at a time, where the file system supports locks."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(ImportError, OSError):
             import fcntl

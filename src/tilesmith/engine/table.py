@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilesmith.engine.registry import family_of
-from tilesmith.engine.shared_files import alone, write_whole
+from tilesmith.engine.shared_files import exclusive, write_atomically
 from tilesmith.settings import settings
 
 
@@ -103,8 +103,9 @@ def user_file(package: str, arch: str) -> Path:
 def append(module: str, arch: str, rows: list[Row], path: Path | None = None) -> Path:
     """Add rows of a kernel module to a file (by default this machine's), in place of those of the same call."""
     new = {(r.kernel, r.dtype, *r.dims.items()) for r in rows}
-    with alone(user_file(family_of(module), arch)) if path is None else contextlib.nullcontext():
-        path = path or user_file(family_of(module), arch)
+    shared = path is None  # a file of the package has one writer, and no lock beside it
+    path = path or user_file(family_of(module), arch)
+    with exclusive(path) if shared else contextlib.nullcontext():
         save(path, [*(r for r in _kept(path) if (r.kernel, r.dtype, *r.dims.items()) not in new), *rows])
     return path
 
@@ -116,5 +117,5 @@ def shipped_file(module: str, arch: str) -> Path:
 
 def save(path: Path, rows: list[Row]) -> None:
     """Write rows as JSON, whole or not at all."""
-    write_whole(path, json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+    write_atomically(path, json.dumps([asdict(r) for r in rows], indent=1) + "\n")
     Table.of.cache_clear()

@@ -30,7 +30,7 @@ import torch
 
 from tilesmith.engine import releases
 from tilesmith.engine.backends import in_gluon
-from tilesmith.engine.shared_files import alone, write_whole
+from tilesmith.engine.shared_files import exclusive, write_atomically
 from tilesmith.hardware.detect import driver
 from tilesmith.settings import settings
 
@@ -153,7 +153,7 @@ def _kept_or_tried(unit: Unit, call: Launches, ask: bool) -> Verdict | None:
     if kept is None and ask:
         return None
     if kept is None:
-        with alone(where):  # ranks of one job come here together
+        with exclusive(where):  # ranks of one job come here together
             kept = _read(where) or _try(unit, call, where)
     if kept["passed"]:
         return Verdict(note=f"{_untested()}; {unit} was tried with it on {kept['date']}: {kept['message']}")
@@ -184,7 +184,7 @@ def _try(unit: Unit, call: Launches, where: Path) -> dict:
     outcome |= _conditions(unit.device)
     if code != PREVENTED:
         with contextlib.suppress(OSError):  # a cache that cannot be written: the outcome holds for this process
-            write_whole(where, json.dumps(outcome, indent=1))
+            write_atomically(where, json.dumps(outcome, indent=1))
     log.warning("%s: %s", named, message)
     return outcome
 
