@@ -142,6 +142,16 @@ def _stack(**more):
     return Stack(**more)
 
 
+def _optimised_and_plain(kind):
+    """Two stacks of such blocks with the same parameters, the first one optimised with graphs."""
+    stacks = []
+    for _ in range(2):
+        stacks.append(_stack())
+        torch.manual_seed(0)
+        stacks[-1].blocks = nn.ModuleList(kind() for _ in range(3))
+    return tilesmith.optimize(stacks[0], graphs=True), stacks[1]
+
+
 def _record(model):
     return model.tilesmith_report.notes[-1]
 
@@ -326,13 +336,7 @@ class Shifted(Block):
 
 def test_arguments_made_in_inference_mode():
     """Such tensors have no version."""
-    models = []
-    for _ in range(2):
-        model = _stack()
-        torch.manual_seed(0)
-        model.blocks = nn.ModuleList(Shifted() for _ in range(3))
-        models.append(model)
-    model, plain = tilesmith.optimize(models[0], graphs=True), models[1]
+    model, plain = _optimised_and_plain(Shifted)
     for _ in range(5):
         x = torch.randn(2, 8)
         with torch.inference_mode():
@@ -410,7 +414,10 @@ def test_results_that_are_kept_are_not_overwritten(how, together, monkeypatch):
         found, wanted = (torch.autograd.grad(sum(y.sum() for y in held), weight) for held in kept.values())
         torch.testing.assert_close(found, wanted)
     assert _record(model).copied == 1 and _record(model).replays == 18
-    assert "All recorded anew because results were kept, which are copied since: 1 times" in _record(model).told()
+    assert (
+        "All recorded again because a caller kept results, which are copied from then on: 1 times"
+        in _record(model).told()
+    )
 
 
 def test_results_that_are_let_go_are_not_copied():
@@ -717,13 +724,7 @@ class Advancing(Block):
 
 def test_a_block_that_writes_to_what_it_is_given_is_refused():
     """A replay would write to a copy."""
-    models = []
-    for _ in range(2):
-        model = _stack()
-        torch.manual_seed(0)
-        model.blocks = nn.ModuleList(Advancing() for _ in range(3))
-        models.append(model)
-    model, plain = tilesmith.optimize(models[0], graphs=True), models[1]
+    model, plain = _optimised_and_plain(Advancing)
     places = torch.zeros(8), torch.zeros(8)
     with pytest.warns(UserWarning, match="Advancing runs unrecorded: its forward writes to what it is given"):
         for _ in range(4):

@@ -279,9 +279,9 @@ addmm_activation: Callable[..., Tensor] | None = _get("torch._addmm_activation")
 _use_count = _get("torch._C._storage_Use_Count")
 
 
-class Handed:
-    """The memory of a tensor, handed out as tensors that share no storage with it: so it is known whether one of them,
-    or of what was made of them without a copy, is left."""
+class LentMemory:
+    """The memory of a tensor, lent as tensors of another storage, whose references are counted: so it is known whether
+    one of them, or a view of one, is still in use."""
 
     def __init__(self, tensor: Tensor):
         """Raises RuntimeError or BufferError for a tensor that DLPack does not know."""
@@ -294,12 +294,12 @@ class Handed:
         del plain
         self._own = _use_count(self._address)
 
-    def out(self) -> Tensor:
+    def lend(self) -> Tensor:
         """A tensor of that memory."""
         return self._tensor.detach()
 
-    def kept(self) -> bool:
-        """Whether somebody still has such a tensor."""
+    def in_use(self) -> bool:
+        """Whether a lent tensor, or a view of one, still exists."""
         return _use_count(self._address) > self._own
 
 

@@ -47,7 +47,8 @@ class Graphs:
     """What the blocks of one model have recorded.
 
     replays: calls served by a recording. seconds: spent recording. renewed: recordings dropped since blocks changed.
-    copied: how often all were, since results were kept, of which copies are handed out since.
+    copied: how often all were dropped because a caller kept a result that a replay would overwrite; those results are
+    copied from then on.
     plain: why a block ran as before -> how often. shapes: of these, a reason that has to do with the shape -> the first
     shapes that it met. refused: class -> why its blocks are not recorded. apart: why blocks that follow each other are
     not recorded as one -> how often that was found. wholes: forwards with their loss that were replayed. beside: why
@@ -103,7 +104,9 @@ class Graphs:
         if self.renewed:
             told.append(f"Recordings dropped because parameters moved or modules changed: {self.renewed}")
         if self.copied:
-            told.append(f"All recorded anew because results were kept, which are copied since: {self.copied} times")
+            told.append(
+                f"All recorded again because a caller kept results, which are copied from then on: {self.copied} times"
+            )
         told += [f"{cls} cannot be recorded and runs as before: {why}" for cls, why in self.refused.items()]
         told += [f"Blocks are recorded one by one: {why}" for why in self.apart]
         told += [f"What is around the blocks ran unrecorded {n} times: {why}" for why, n in self.beside.items()]
@@ -325,13 +328,13 @@ class Graphs:
                 return None, _AWAITS
             if whole is not None:
                 self._take_apart(whole, _OTHERWISE)
-            why = known.unready(call.key) or _without_gradient(block, leaves) or known.barren(call.key)
+            why = known.unready(call.key) or _without_gradient(block, leaves) or known.without_gradient(call.key)
             why = why or unfit(known) or known.hooked(block)
             if why:
                 return None, why
             entry = self._record(block, known, call, leaves)
             if entry is None:
-                return None, known.barren(call.key) or known.unfit.get(call.key, "it cannot be recorded")
+                return None, known.without_gradient(call.key) or known.unfit.get(call.key, "it cannot be recorded")
         return (entry, "") if entry.free(leaves) else (None, _AWAITS)
 
     def _record(self, block: nn.Module, known: _Block, call: Link, leaves: list[Tensor]) -> Recorded | None:
@@ -345,7 +348,7 @@ class Graphs:
                 copied = known.kept.get(call.key, ())
                 entry = Recorded(self._memory, [call], leaves, checkpoints(block), copied)
         except WithoutGradient as problem:  # as with merged adapters
-            known.idle[call.key] = str(problem), Fingerprint([block])
+            known.gradientless[call.key] = str(problem), Fingerprint([block])
             return None
         except (CannotRecord, RuntimeError, Foreign) as problem:  # CUDA's errors are RuntimeErrors
             cls, why = type(block).__name__, _short(problem)
@@ -392,10 +395,10 @@ class _Block:
 
     recorded: recordings that start with it. parts: those that have it further behind. seen: how often it ran calls that
     are not recorded. trails: the calls that followed one. alone: calls that are not recorded with those behind them.
-    kept: the places of results that somebody kept beyond the next replay, so that copies are handed out. watched: the
-    name of a module inside that had hooks when it was last looked at. idle: calls without a gradient, with what tells
-    whether the block has changed since. unfit: of a model around blocks, why calls are
-    not recorded; lasting: why none is, with what tells whether that still holds.
+    kept: places of results that a caller kept beyond the next replay, so that copies are handed out. watched: the name
+    of a module inside that had hooks when it was last looked at. gradientless: calls whose results have no gradient,
+    each with a fingerprint of the block as it was then. unfit: of a model around blocks, why calls are not recorded;
+    lasting: why none is, with what tells whether that still holds.
     """
 
     def __init__(self) -> None:
@@ -406,7 +409,7 @@ class _Block:
         self.alone: set[Any] = set()
         self.kept: dict[Any, set[int]] = {}
         self.watched = ""
-        self.idle: dict[Any, tuple[str, Fingerprint]] = {}
+        self.gradientless: dict[Any, tuple[str, Fingerprint]] = {}
         self.unfit: dict[Any, str] = {}
         self.lasting: tuple[str, Callable[[], bool]] | None = None
 
@@ -424,11 +427,11 @@ class _Block:
         holds = self.lasting is not None and self.lasting[1]()
         return self.lasting[0] if holds else self.hooked(model) if self.watched else ""
 
-    def barren(self, key: Any) -> str:
-        """Why a call has no gradient that could be recorded, found before; "" if the block has changed since."""
-        why, source = self.idle.get(key, ("", None))
+    def without_gradient(self, key: Any) -> str:
+        """Why a call was found to have no gradient to record; "" if it was not, or the block has changed since."""
+        why, source = self.gradientless.get(key, ("", None))
         if source is not None and source.changed():
-            del self.idle[key]
+            del self.gradientless[key]
             return ""
         return why
 
@@ -449,7 +452,7 @@ class _Block:
         if len(self.seen) >= _REMEMBERED:
             self.seen.clear()
             self.trails.clear()
-            self.idle.clear()
+            self.gradientless.clear()
         self.seen[key] += 1
         return _NEW if self.seen[key] <= PLAIN_CALLS else ""
 

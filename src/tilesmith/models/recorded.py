@@ -114,7 +114,7 @@ class Recorded:
             self._backward, gradients = recorder.record(self._run_backward)
         self._gradients = _by_dtype(gradients)
         every = self.links[0].copied
-        self._handed = [None if every or place in copied else _handed(t) for place, t in enumerate(self.results)]
+        self._lent = [None if every or place in copied else _lent(t) for place, t in enumerate(self.results)]
         memory.count += 1
         self.number = memory.count
         memory.recordings.add(self)
@@ -265,7 +265,7 @@ class Recorded:
 
     def kept(self) -> set[int]:
         """The places of results of earlier replays that somebody still has, and that the next one overwrites."""
-        return {place for place, memory in enumerate(self._handed) if memory is not None and memory.kept()}
+        return {place for place, memory in enumerate(self._lent) if memory is not None and memory.in_use()}
 
     def overwrites(self) -> bool:
         """Whether a replay overwrites results that somebody still has: its own, or, as the first of a forward, those of
@@ -296,7 +296,7 @@ class Recorded:
         waiting[number] = self
         self._ticket = weakref.ref(ticket, lambda _: waiting.pop(number, None))
         self._forward()
-        return ticket, [r.clone() if memory is None else memory.out() for r, memory in zip(self.results, self._handed)]
+        return ticket, [r.clone() if memory is None else memory.lend() for r, memory in zip(self.results, self._lent)]
 
     def replay_backward(self, ticket: Ticket, d_results: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         if ticket.spoiled or self.ticket is not ticket:
@@ -358,10 +358,10 @@ def _counted(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
-def _handed(result: Tensor) -> torch_private.Handed | None:
-    """What hands out the memory of a result; None where it cannot be told who keeps it."""
+def _lent(result: Tensor) -> torch_private.LentMemory | None:
+    """What lends the memory of a result; None where references to it cannot be counted."""
     try:
-        return torch_private.Handed(result)
+        return torch_private.LentMemory(result)
     except (RuntimeError, BufferError):
         return None
 
