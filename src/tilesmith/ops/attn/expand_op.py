@@ -11,25 +11,21 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import alike
 from tilesmith.ops.attn import expand_reference as reference
+from tilesmith.ops.attn.reference import empty_tokens_first
 
 KERNELS = {"triton": "tilesmith.ops.attn.triton.expand"}
 
 
-def tokens_first(like: Tensor, heads: int, dim: int) -> Tensor:
-    """Room for [B, heads, T, dim] in [B, T, heads, dim] order, of the rows and tokens of `like` [B, *, T, *]."""
-    return like.new_empty(like.shape[0], like.shape[2], heads, dim).transpose(1, 2)
-
-
 def _fake(kv: Tensor, shared: Tensor, own: int) -> tuple[Tensor, Tensor]:
     heads, width = kv.shape[1], kv.shape[3]
-    return tokens_first(kv, heads, own + shared.shape[3]), tokens_first(kv, heads, width - own)
+    return empty_tokens_first(kv, heads, own + shared.shape[3]), empty_tokens_first(kv, heads, width - own)
 
 
 def gradients(k: Tensor, v: Tensor, own: int, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """Room for dkv and dshared, empty where `output_mask` is False."""
     heads, width = k.shape[1], k.shape[3]
-    dkv = tokens_first(k, heads, own + v.shape[3]) if output_mask[0] else k.new_empty(0)
-    return dkv, tokens_first(k, 1, width - own) if output_mask[1] else k.new_empty(0)
+    dkv = empty_tokens_first(k, heads, own + v.shape[3]) if output_mask[0] else k.new_empty(0)
+    return dkv, empty_tokens_first(k, 1, width - own) if output_mask[1] else k.new_empty(0)
 
 
 def _check(kv: Tensor, shared: Tensor, own: int) -> None:

@@ -14,7 +14,7 @@ from tilesmith.ops.attn import checks, quantize_reference
 from tilesmith.ops.attn.dequantised import widened
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import EVERYTHING, SCALED, attention_op, attention_vjp, with_unit_stride
-from tilesmith.ops.attn.reference import FACTOR_BLOCK
+from tilesmith.ops.attn.reference import FACTOR_BLOCK, empty_tokens_first, is_tokens_first
 from tilesmith.ops.rotary.op import rope_vjp
 
 GRANULARITIES = ("block", "head", "tensor")
@@ -149,7 +149,7 @@ class _AttentionFp8(torch.autograd.Function):
     def forward(ctx, q, k, v, cos, sin, given, how):
         ctx.set_materialize_grads(False)
         ctx.given, ctx.how, ctx.pin = given, how, pinned("attention_vjp")
-        ctx.dtype, ctx.tokens_first = q.dtype, tuple(x.stride(1) < x.stride(2) for x in (q, k, v))
+        ctx.dtype, ctx.tokens_first = q.dtype, tuple(map(is_tokens_first, (q, k, v)))
         *values, q_scale, k_scale, v_scale, shift, mean = attention_quantize(q, k, v, cos, sin, *how)
         out, lse = attention_op(*values, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, **given)
         if out.dtype != q.dtype:  # `to` would pass it on: compiled by torch 2.11, such an output lost its gradient
@@ -194,10 +194,9 @@ def _scale(given: dict, q: Tensor) -> float:
 
 def _dequantised(x8: Tensor, factors: Tensor, tokens_first: bool, dtype: torch.dtype) -> Tensor:
     """x8 [B, H, T, D] times its factors in dtype; tokens_first: in memory [B, T, H, D], else contiguous."""
-    batch, heads, tokens, dim = x8.shape
-    if tokens_first:
-        return widened(x8, factors, x8.new_empty(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2))
-    return widened(x8, factors, x8.new_empty(x8.shape, dtype=dtype))
+    _, heads, _, dim = x8.shape
+    into = empty_tokens_first(x8, heads, dim, dtype) if tokens_first else x8.new_empty(x8.shape, dtype=dtype)
+    return widened(x8, factors, into)
 
 
 def _with_mean(dq: Tensor, mean: Tensor, dlse: Tensor, lse: Tensor, scale: float) -> Tensor:
@@ -210,7 +209,7 @@ def _with_mean(dq: Tensor, mean: Tensor, dlse: Tensor, lse: Tensor, scale: float
 
 def _rotated_back(dx: Tensor, signs: Tensor) -> Tensor:
     """dx [B, H, T, D] times the Hadamard matrix, rounded once. Its root goes into the sum: bf16 does not have it."""
-    first = dx.stride(1) < dx.stride(2)
+    first = is_tokens_first(dx)
     rows = dx.transpose(1, 2) if first else dx
     shape, nothing = rows.shape, dx.new_zeros(1)
     rows = torch.addmm(nothing, rows.reshape(-1, shape[3]), signs, beta=0, alpha=shape[3] ** -0.5).view(shape)

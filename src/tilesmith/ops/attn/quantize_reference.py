@@ -7,7 +7,7 @@ dim of v.
 import torch
 from torch import Tensor
 
-from tilesmith.ops.attn.reference import FACTOR_BLOCK, by_token
+from tilesmith.ops.attn.reference import FACTOR_BLOCK, by_token, empty_tokens_first, is_tokens_first
 from tilesmith.ops.rotary.reference import rope
 
 GREATEST = 448.0  # of e4m3
@@ -83,14 +83,10 @@ def smoothed_step(tokens: int) -> int:
 
 def outputs_like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Empty q8, k8 and v8 for q, k and v, in the memory that `attention_quantize` promises."""
-    batch, heads, tokens, dim = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
+    batch, kv_heads, keys, dim = k.shape
     room = (keys + 15) // 16 * 16
     small = torch.float8_e4m3fn
-    if q.stride(1) < q.stride(2):
-        q8 = q.new_empty(batch, tokens, heads, dim, dtype=small).transpose(1, 2)
-    else:
-        q8 = q.new_empty(q.shape, dtype=small)
+    q8 = empty_tokens_first(q, q.shape[1], dim, small) if is_tokens_first(q) else q.new_empty(q.shape, dtype=small)
     k8 = k.new_empty(batch, kv_heads, room, dim, dtype=small)[:, :, :keys]
     v8 = v.new_empty(batch, kv_heads, v.shape[3], room, dtype=small)[..., :keys].transpose(2, 3)
     return q8, k8, v8

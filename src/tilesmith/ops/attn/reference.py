@@ -285,9 +285,8 @@ def out_like(like: Tensor, head_dim: int, fp32: bool = False) -> Tensor:
     memory where the head stride of `like` is smaller than its token stride. fp32: of at least 32 bits."""
     dtype = torch.bfloat16 if like.dtype.itemsize == 1 else like.dtype
     dtype = torch.promote_types(dtype, torch.float32) if fp32 else dtype
-    if _tokens_first(like):
-        batch, heads, tokens, _ = like.shape
-        return like.new_empty(batch, tokens, heads, head_dim, dtype=dtype).transpose(1, 2)
+    if is_tokens_first(like):
+        return empty_tokens_first(like, like.shape[1], head_dim, dtype)
     return like.new_empty(*like.shape[:-1], head_dim, dtype=dtype)
 
 
@@ -299,10 +298,17 @@ def gradient_like(x: Tensor, fp32: bool) -> Tensor:
 def _in_order(x: Tensor, like: Tensor) -> Tensor:
     """x in the memory order and with the dtype of `out_like`."""
     x = x.to(torch.bfloat16 if like.dtype.itemsize == 1 else like.dtype)
-    return x.transpose(1, 2).contiguous().transpose(1, 2) if _tokens_first(like) else x.contiguous()
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if is_tokens_first(like) else x.contiguous()
 
 
-def _tokens_first(x: Tensor) -> bool:
+def empty_tokens_first(like: Tensor, heads: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty [B, heads, T, dim] over [B, T, heads, dim] memory, of the rows and tokens of `like` [B, *, T, *] and, if
+    dtype is None, its dtype."""
+    return like.new_empty(like.shape[0], like.shape[2], heads, dim, dtype=dtype).transpose(1, 2)
+
+
+def is_tokens_first(x: Tensor) -> bool:
+    """Whether x [B, H, T, D] lies in memory as [B, T, H, D]: its head stride is smaller than its token stride."""
     return x.ndim == 4 and x.stride(1) < x.stride(2)
 
 

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, next_power_of_2, register_kernel, rehearsed
-from tilesmith.ops.attn.expand_op import gradients, tokens_first
+from tilesmith.ops.attn.expand_op import gradients
+from tilesmith.ops.attn.reference import empty_tokens_first
 
 TILE = 2048  # elements of the widest part that a program holds: two 16-byte accesses in bf16 of each of 128 threads
 
@@ -88,7 +89,7 @@ def expand_kv(kv: Tensor, shared: Tensor, own: int) -> tuple[Tensor, Tensor]:
     """Launch over (token, block of heads)."""
     batch, heads, tokens, width = kv.shape
     sizes = own, shared.shape[3], width - own
-    k, v = tokens_first(kv, heads, own + sizes[1]), tokens_first(kv, heads, sizes[2])
+    k, v = (empty_tokens_first(kv, heads, dim) for dim in (own + sizes[1], sizes[2]))
     if k.numel() + v.numel() == 0:
         return k, v
     blocks = _blocks(heads, *sizes)
