@@ -335,6 +335,7 @@ def lost(size, only="") -> int:
             about = f"{seconds:.1f} s, {kept} bytes kept: {said} {used}"
             sys.stdout.write(f"{how}: rank {rank}: {'ok' if right else 'WRONG'}, {about}\n")
             sys.stdout.flush()
+        ranks[-1].terminate()  # it may sleep still
         for process in ranks:
             process.join(60)
             if process.exitcode is None:

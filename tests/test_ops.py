@@ -427,7 +427,8 @@ def test_a_pin_around_the_forward_holds_for_the_backward(name):
         kernel = op.vjp.kernel(backend)
 
         def spied(*a, kernel=kernel, ran=ran):
-            ran.append(kernel.backend)
+            if not any(isinstance(x, Tensor) and x.is_meta for x in a):  # a rehearsal runs nothing
+                ran.append(kernel.backend)
             return kernel.fn(*a)
 
         op.vjp.replace_kernel(backend, spied)
