@@ -40,6 +40,7 @@ def seen(monkeypatch):
     monkeypatch.setattr(first_step, "_device", lambda model: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launcher, "_key", lambda *given: (None, ()))  # where there is a GPU, too
     monkeypatch.setattr(triton_private, "run", lambda *given: None)
     monkeypatch.setattr(triton_private, "was_compiled_since", lambda *given: True)
     embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding

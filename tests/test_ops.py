@@ -592,7 +592,7 @@ def test_an_unknown_kernel_is_refused_by_name(name):
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_captures_in_a_cuda_graph(name):
-    op, args = arguments_of(name)
+    op, args = arguments_of(name, torch.bfloat16)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     with torch.no_grad():
         expected = op(*(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, plain)))

@@ -385,8 +385,7 @@ def test_a_recorded_mask_is_the_one_that_is_made_otherwise(kind, monkeypatch):
     mask, embeds, positions = _masked(kind), torch.zeros(2, 12, 64), torch.arange(12)[None]
 
     def made():
-        given = {"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions, "cache": None}
-        return masking_utils.create_causal_mask(config=model.config, **given)
+        return masking_utils.create_causal_mask(model.config, embeds, mask, None, positions)
 
     wanted = made()
     values = whole_forward.Values.of({"attention_mask": mask}, False)
@@ -462,9 +461,8 @@ def test_masks_of_a_recorded_call_are_not_of_packed_sequences(monkeypatch):
     model = tilesmith.optimize(_frozen(attention="sdpa"), only="attention")
     embeds, positions = torch.zeros(2, 12, 64), torch.arange(12)[None]
 
-    def mask(**more):
-        given = {"inputs_embeds": embeds, "attention_mask": None, "position_ids": positions, **more}
-        return masking_utils.create_causal_mask(config=model.config, cache=None, **given)
+    def mask(attention_mask=None):
+        return masking_utils.create_causal_mask(model.config, embeds, attention_mask, None, positions)
 
     assert mask() is None
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
@@ -482,9 +480,9 @@ def test_what_is_told_of_masks_is_told_to_one_thread():
     model, given = tilesmith.optimize(_frozen(attention="sdpa"), only="attention"), batch("llama", "left")
     packed = torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
 
-    def mask(**more):
-        inputs = {"inputs_embeds": torch.zeros(2, 12, 64), "cache": None, "attention_mask": None, **more}
-        return masking_utils.create_causal_mask(config=model.config, **inputs)
+    def mask(attention_mask=None, position_ids=None):
+        embeds = torch.zeros(2, 12, 64)
+        return masking_utils.create_causal_mask(model.config, embeds, attention_mask, None, position_ids)
 
     def elsewhere(**more):
         with ThreadPoolExecutor(1) as pool:
