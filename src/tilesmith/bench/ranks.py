@@ -115,9 +115,10 @@ def _timed(step: Step, device: torch.device, times: int) -> float:
 
 
 def rounds(steps: dict[str, Step], device: torch.device, count: int) -> dict[str, list[float]]:
-    """Seconds round by round, in turns. What is far behind after two rounds stops there."""
+    """Seconds round by round, in turns. What is far behind after two rounds stops there. A round before them counts
+    only for long steps: in a new process the first runs of short ones have taken the host half as long again."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for which in range(count):
+    for which in range(-1, count):
         names = list(steps)
         done = {name: statistics.median(t) for name, t in times.items() if t}
         best = min((median for name, median in done.items() if not name.startswith(ALONE)), default=0.0)
@@ -126,5 +127,7 @@ def rounds(steps: dict[str, Step], device: torch.device, count: int) -> dict[str
                 continue
             if which >= 3 and done[name] > LONG:
                 continue
-            times[name].append(seconds(steps[name], device))
+            took = seconds(steps[name], device)
+            if which >= 0 or took > SINGLE:
+                times[name].append(took)
     return times
