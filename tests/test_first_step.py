@@ -227,6 +227,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -255,7 +256,10 @@ torch.cuda.device = lambda device: contextlib.nullcontext()
 torch.is_autocast_enabled = lambda kind=None: autocast("cuda" if kind == "meta" else kind)
 reach._has_kernel = lambda op, kind: True
 transformers_masks = __import__("transformers.masking_utils").masking_utils
-transformers_masks.find_packed_sequence_indices = lambda positions: None
+packed_sequences = transformers_masks.find_packed_sequence_indices
+transformers_masks.find_packed_sequence_indices = lambda positions: (
+    packed_sequences(positions) if isinstance(positions, FakeTensor) else None  # values on meta cannot be read
+)
 choice.missing = lambda backend, device, pinned=False: (
     None if backend.startswith(("reference", "triton", "hopper")) else "it is not here"
 )

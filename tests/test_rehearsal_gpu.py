@@ -1,4 +1,5 @@
-"""`explain` names the device kernels of launchers without plans as data that a profiler then shows."""
+"""What `explain` says of launchers without plans as data is what they launch: the names of kernels as a profiler shows
+them, and all that decides how a kernel is compiled."""
 
 import re
 from functools import partial
@@ -9,6 +10,9 @@ import torch
 from tilesmith.engine import cases, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import missing, triton_missing
+from tilesmith.engine.launcher import in_place_of_launches
+from tilesmith.engine.rehearsal import Launch, launches_of
+from tilesmith.hardware.detect import arch_of
 from tilesmith.validate.cases import each_output, pins_of
 from tilesmith.validate.trial import _size
 
@@ -70,4 +74,40 @@ def test_explain_names_the_kernels_that_a_profiler_shows(name, backend):
         args = op.bind((), case.build(CUDA, dtype, case.generator()))
         with use(**pins_of(op, backend)):
             compared += _compared(op, args, case)
+    assert compared, f"no case is one that {backend} takes"
+
+
+def _noted(fn, args) -> list[Launch] | None:
+    """The launches of fn(*args), none of which is made; None where it reads what they would have written."""
+    found = []
+    with in_place_of_launches(
+        lambda kernel, grid, given, named, cluster: found.append(Launch.of(kernel, grid, named, cluster))
+    ):
+        try:
+            fn(*args)
+        except (RuntimeError, IndexError, ValueError):
+            return None
+    return found
+
+
+# experts look up tokens by what a kernel would have written
+@pytest.mark.parametrize(("name", "backend"), [each for each in SERVED if not each[0].startswith("experts")])
+@torch.no_grad()
+def test_a_call_launches_what_was_rehearsed(name, backend):
+    """Or kernels that threads compile ahead are compiled once more by the launch."""
+    op, compared = declared()[name], 0
+    kernel = op.kernel(backend)
+    if missing(backend, CUDA) or kernel.plans is None:
+        pytest.skip(f"{backend} has no plans, or no such device")
+    for case in (case for case in cases(name) if _size(case) <= 2**22):
+        dtype = torch.bfloat16 if torch.bfloat16 in case.dtypes else case.dtypes[0]
+        args = op.bind((), case.build(CUDA, dtype, case.generator()))
+        if kernel.rejects(op._describe(*args)):
+            continue
+        configure = getattr(kernel.fn, "configure", None)
+        fn = kernel.fn if configure is None else partial(configure.fn, config=configure(args, search=False))
+        made = _noted(fn, args)
+        if made is not None:
+            assert made == launches_of(fn, args, arch_of(CUDA)), case.name
+            compared += 1
     assert compared, f"no case is one that {backend} takes"

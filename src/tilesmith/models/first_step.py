@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import inspect
 import logging
 import threading
 import warnings
@@ -30,6 +31,7 @@ from tilesmith.engine.model_state import random_numbers_kept
 from tilesmith.engine.registry import DECLARED
 from tilesmith.engine.threads import compilers
 from tilesmith.models.blocks import BlockForm, observer, stateful_argument
+from tilesmith.models.whole_forward import Values
 from tilesmith.rewrite import forms, observed, original_class
 
 log = logging.getLogger("tilesmith")
@@ -108,6 +110,7 @@ def _functions(module: nn.Module) -> list[Any]:
 
 def _look(call: _Call) -> None:
     """Run the call on fake tensors, on another thread, and wait for it."""
+    known = _known_values(call)
     kinds = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
     def run() -> None:
@@ -116,12 +119,25 @@ def _look(call: _Call) -> None:
             for kind, dtype in kinds.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             stack.enter_context(torch.set_grad_enabled(call.grad))
+            stack.enter_context(known)
             _run_copy(call)
 
     with _silent(), random_numbers_kept([call.device]):
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="tilesmith-first-step")
         thread.start()
         thread.join()
+
+
+def _known_values(call: _Call) -> contextlib.AbstractContextManager[None]:
+    """A context in which masks come out as in the call itself: transformers takes all positions of fake tensors for
+    those of packed sequences, and reads no mask of them."""
+    try:
+        names = tuple(inspect.signature(call.whole).parameters)[1:]
+        decodes = any(name.startswith("decoder_") for name in names)
+        return Values.of(dict(zip(names, call.args)) | dict(call.kwargs), decodes).known()
+    except Exception:  # whatever it is, the call itself is still to come
+        log.debug("masks of the first step are not known", exc_info=True)
+        return _NOTHING
 
 
 @contextlib.contextmanager

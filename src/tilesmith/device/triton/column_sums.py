@@ -80,9 +80,10 @@ def chained(device: torch.device) -> dict[str, bool]:
 
 
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel on `device` can wait for the one before it in the stream (programmatic dependent launch)."""
+    """Whether a kernel on `device`, or on the assumed one of a rehearsal, can wait for the one before it in the stream
+    (programmatic dependent launch)."""
     arch = arch_of(device)
-    return device.type == "cuda" and arch.kind == "cuda" and arch.capability >= (9, 0)
+    return device.type in ("cuda", "meta") and arch.kind == "cuda" and arch.capability >= (9, 0)
 
 
 def partial_rows(tiles: int, col_blocks: int, programs: int, least: int) -> int:
