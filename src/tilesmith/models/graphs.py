@@ -33,7 +33,7 @@ from tilesmith.models.whole_forward import Values, blocks_of, put_together, swit
 
 RECORDER = CudaRecorder
 PLACE = "_tilesmith_place"
-"""The attribute of the two blocks that tell the host's place, with `graphs="auto"`: which of `pace.late_blocks` it is."""
+"""The attribute of the two blocks that tell the host's place with `graphs="auto"`: which of `late_blocks` it is."""
 PLAIN_CALLS = 2
 """How often a block runs a shape as before until it is recorded: kernels are compiled and tuned, and a shape that comes
 once is not worth a recording."""

@@ -1,9 +1,9 @@
-"""Whether the device waits for the host in a model's training steps: the host issues launches more slowly than they run.
+"""Whether the device waits for the host in a model's training steps, which issues launches more slowly than they run.
 
-An event is recorded when the host comes to a late block of the forward, and queried when it comes to the next one. If it
-is complete by then, the device has caught up with the host: it is less than a block behind, however many blocks the host
-has issued. In a loop that never waits for the device, the host then sets the pace of the whole step; in one that waits
-once a step, that of the forward. A query waits for nothing.
+An event is recorded when the host comes to a late block of the forward, and queried when it comes to the next one. If
+it is complete by then, the device has caught up with the host: it is less than a block behind, however many blocks the
+host has issued. In a loop that never waits for the device, the host then sets the pace of the whole step; in one that
+waits once a step, that of the forward. A query waits for nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class Pace:
     def passed(self, place: int, block: nn.Module) -> None:
         """The host has come to `block`, the one at `place` (0 or 1) of `late_blocks`. Only the first call for a block
         in each forward does anything; which of the two is called first does not matter."""
-        if self.decided or place == self._place or not self._is_looked_at(block):
+        if self.decided or place == self._place:
+            return
+        device = self._device(block)
+        if device is None:
             return
         thread = threading.get_ident()
         if self._thread not in (None, thread):
@@ -76,19 +79,20 @@ class Pace:
             return
         behind = self._reached is not None and not self._reached()
         self._thread, self._place = thread, place
-        self._reached = EVENTS.mark(next(block.parameters()).device)
+        self._reached = EVENTS.mark(device)
         if place == 0:
             self._behind = behind
         else:
             self._count(behind or self._behind)
 
-    def _is_looked_at(self, block: nn.Module) -> bool:
-        """Whether this is a call of a training step, whose blocks could be recorded."""
+    def _device(self, block: nn.Module) -> torch.device | None:
+        """The device on which a block runs in a training step that could be recorded; None in any other call."""
         if not block.training or not torch.is_grad_enabled() or torch_private.in_backward() or in_trial():
-            return False
+            return None
         parameter = next(block.parameters(), None)
-        self.why = observer() or ("it has no parameters" if parameter is None else EVENTS.missing(parameter.device))
-        return not self.why and not EVENTS.busy()
+        device = None if parameter is None else parameter.device
+        self.why = observer() or ("its blocks have no parameters" if device is None else EVENTS.missing(device))
+        return None if self.why or EVENTS.busy() else device
 
     def _count(self, behind: bool) -> None:
         self.seen += 1
