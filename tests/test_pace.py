@@ -22,7 +22,7 @@ import tilesmith
 from optimize_models import batch, build, ops_everywhere, train  # noqa: F401
 from test_graphs import Repeater
 from tilesmith.engine.model_state import state_preserved
-from tilesmith.models import graphs, pace
+from tilesmith.models import compiling, graphs, pace
 from tilesmith.rewrite import CALLS
 
 ALL = pace.SKIPPED + pace.LOOKED_AT
@@ -316,16 +316,19 @@ def test_a_model_that_several_threads_run_is_told_nothing(device, caplog):
     assert _pace(model).decided and not _pace(model).waits and not _told_by_log(caplog)
 
 
-@pytest.mark.parametrize("how", ["block", "inside", "fsdp"])
+@pytest.mark.parametrize("how", ["block", "inside", "fsdp", "draws"])
 def test_a_model_that_cannot_be_recorded_is_told_why(how, device, caplog):
     model = _stack(device, SLOW_HOST)
     for block in model.blocks:
         if how == "fsdp":
             block.linear.weight._fsdp_flattened = True
+        elif how == "draws":
+            block.gradient_checkpointing, block.dropout = True, nn.Dropout(0.1)
         else:
             (block if how == "block" else block.linear).register_forward_hook(lambda *_: None)
     _steps(model, ALL)
-    why = {"block": "it has hooks", "inside": "linear in it has hooks", "fsdp": "FullyShardedDataParallel moves"}[how]
+    why = {"block": "it has hooks", "inside": "linear in it has hooks", "fsdp": "FullyShardedDataParallel moves",
+           "draws": "it is checkpointed and draws"}[how]  # fmt: skip
     assert not _told_by_log(caplog)
     assert f"in 8 of 8 training steps; its blocks cannot be recorded as CUDA graphs ({why}" in _told(model)
     assert 'compile="between" leaves the host fewer kernels' in _told(model)
@@ -405,6 +408,14 @@ def test_copies_of_auto_go_on_looking(twin, device):
     assert last.tilesmith_report.notes[-1].replays == 2, "what was decided holds for a copy"
     tilesmith.undo(last)
     assert not any(name.startswith("_tilesmith") for m in last.modules() for name in m.__dict__)
+
+
+def test_auto_of_compiled_blocks(device, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    model = tilesmith.optimize(build("llama"), compile="between", graphs="auto")
+    for _ in range(ALL + graphs.PLAIN_CALLS + 1):
+        train(model, batch("llama"))
+    assert _pace(model).waits and model.tilesmith_report.notes[-1].replays == 2
 
 
 def test_auto_is_kept_by_a_later_optimize(device):

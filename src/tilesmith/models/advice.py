@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from tilesmith.engine import torch_private
+from tilesmith.models.blocks import checkpoints
 from tilesmith.models.graphs import unservable, watched_within
 from tilesmith.models.pace import Pace, late_blocks
 from tilesmith.rewrite import CALLS, Report
@@ -53,8 +55,10 @@ def _changed(block: nn.Module) -> str:
     inside = watched_within(block)
     if inside:
         return f"{inside} in it has hooks"
-    if any(getattr(p, "_fsdp_flattened", False) for p in block.parameters()):
+    if any(map(torch_private.moves_with_fsdp, block.parameters())):
         return "FullyShardedDataParallel moves its parameters"
+    if checkpoints(block) and any(isinstance(m, nn.Dropout) and m.p and m.training for m in block.modules()):
+        return "it is checkpointed and draws random numbers"
     return "it is on several devices" if len({p.device for p in block.parameters()}) > 1 else ""
 
 
