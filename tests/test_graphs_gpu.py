@@ -240,7 +240,7 @@ def _blocks(kind, **more):
 
 
 def _train(model, x, steps, synchronous=False):
-    x = x.to("cuda", torch.bfloat16)
+    x = x.to(next(model.parameters()))
     for _ in range(steps):
         model.zero_grad()
         loss = model(x).float().square().mean()
@@ -267,9 +267,17 @@ def test_whether_the_device_waits_for_the_host(side, kind, waits, synchronous, c
     assert len(told) == waits and ("`optimize(model, graphs=True)`" in str(model.tilesmith_report)) is waits
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_a_device_that_is_not_the_current_one():
+    model, x = _blocks(_Large)
+    model.to("cuda:1")
+    _train(model, x, LOOKS)
+    assert str(model.tilesmith_report.advice.pace) == "the device waited for the host in 0 of 8 training steps"
+
+
 def test_looking_waits_for_nothing():
     model, x = _blocks(_Small)
-    x = x.to("cuda", torch.bfloat16)
+    x = x.to(next(model.parameters()))
     _train(model, x, 3)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
