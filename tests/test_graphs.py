@@ -946,7 +946,7 @@ def test_a_machine_without_cuda_says_so(monkeypatch):
 
 
 def test_bad_input():
-    with pytest.raises(TypeError, match="optimize: graphs must be True or False, got 1"):
+    with pytest.raises(TypeError, match="optimize: graphs must be True, False or .auto., got 1"):
         tilesmith.optimize(_stack(), graphs=1)
     with pytest.raises(ValueError, match="no two modules of one class.*make_graphed_callables"):
         tilesmith.optimize(nn.Sequential(nn.Linear(2, 2)), graphs=True)

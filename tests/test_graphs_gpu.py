@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import tilesmith
 from optimize_models import batch, build, checkpoint_layers
 from tilesmith.engine.backends import triton_missing
-from tilesmith.models import graphs
+from tilesmith.models import graphs, pace
 
 if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
     pytest.skip("needs an NVIDIA GPU and Triton", allow_module_level=True)
@@ -202,6 +203,105 @@ def test_compiled_blocks():
     tilesmith.optimize(plain, compile="between")  # what Inductor computes is not rounded as eager's is
     record = _compared(model, plain, steps=4)
     assert record.replays == 3 * (4 - graphs.PLAIN_CALLS) and not record.refused, record.told()
+
+
+class _Small(nn.Module):
+    """Kernels of a few microseconds."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.linears = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x):
+        y = self.norm(x)
+        for linear in self.linears:
+            y = linear(y) + 1
+        return x + y
+
+
+class _Large(nn.Module):
+    """Beside a norm one product of a millisecond."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8192), nn.Linear(8192, 8192, bias=False)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+def _blocks(kind, **more):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(*(kind() for _ in range(6))).bfloat16()
+    torch.cuda.synchronize()  # a test may train on another stream
+    return tilesmith.optimize(model, **more), torch.randn(256 if kind is _Small else 8192, len(model[0].norm.weight))
+
+
+def _train(model, x, steps, synchronous=False):
+    x = x.to(next(model.parameters()))
+    for _ in range(steps):
+        model.zero_grad()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        if synchronous:
+            loss.item()
+    return loss.detach()
+
+
+LOOKS = pace.SKIPPED + pace.LOOKED_AT
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize(("kind", "waits"), [(_Small, True), (_Large, False)])
+@pytest.mark.parametrize("side", [False, True])
+def test_whether_the_device_waits_for_the_host(side, kind, waits, synchronous, caplog):
+    model, x = _blocks(kind)
+    with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.current_stream()):
+        _train(model, x, LOOKS, synchronous)
+    found = model.tilesmith_report.advice.pace
+    assert (found.steps, found.waits) == (pace.LOOKED_AT, waits), str(found)
+    told = [record.getMessage() for record in caplog.records if "waited for the host" in record.getMessage()]
+    assert len(told) == waits and ("`optimize(model, graphs=True)`" in str(model.tilesmith_report)) is waits
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_a_device_that_is_not_the_current_one():
+    model, x = _blocks(_Large)
+    model.to("cuda:1")
+    _train(model, x, LOOKS)
+    assert str(model.tilesmith_report.advice.pace) == "the device waited for the host in 0 of 8 training steps"
+
+
+def test_looking_waits_for_nothing():
+    model, x = _blocks(_Small)
+    x = x.to(next(model.parameters()))
+    _train(model, x, 3)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _train(model, x, LOOKS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert model.tilesmith_report.advice.pace.decided
+
+
+@pytest.mark.parametrize(("kind", "waits"), [(_Small, True), (_Large, False)])
+def test_auto_records_where_the_device_waits(kind, waits):
+    (model, x), (plain, _) = _blocks(kind, graphs="auto"), _blocks(kind)
+    for steps in (LOOKS, graphs.PLAIN_CALLS, 3):
+        torch.testing.assert_close(_train(model, x, steps), _train(plain, x, steps))
+        _close(model, plain)
+    record = model.tilesmith_report.notes[-1]
+    assert (record.pace.decided, record.pace.waits) == (True, waits), record.told()
+    assert record.replays == (6 * 3 if waits else 0) and not record.refused, record.told()
+
+
+def test_auto_of_a_model_of_transformers():
+    plain = _model()
+    model = tilesmith.optimize(copy.deepcopy(plain), graphs="auto")
+    record = _compared(model, plain, steps=LOOKS + graphs.PLAIN_CALLS + 3, use_cache=False)
+    assert record.pace.waits and record.replays == 3 * 3 and not record.refused, record.told()
 
 
 def test_evaluation_between_steps():

@@ -123,6 +123,7 @@ IDLE = {
     "graphs, compiled": ({"graphs": True}, {"torch_compile": True}, "graphs=True does nothing with torch_compile=True"),
     "compile, compiled": ({"compile": "between"}, {"torch_compile": True}, 'compile="between" does nothing with'),
     "fsdp": ({"graphs": True}, {"fsdp": "full_shard"}, "does nothing with fsdp='full_shard'"),
+    "auto": ({"graphs": "auto"}, {"fsdp": "full_shard"}, "graphs='auto' does nothing with fsdp='full_shard'"),
     "reentrant": (
         {"graphs": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": REENTRANT},
@@ -138,6 +139,7 @@ SERVED = {
         {"graphs": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     ),
+    "auto": ({"graphs": "auto"}, {}),
     "compile, fsdp": ({"compile": "between"}, {"fsdp": "full_shard"}),
     "compiled, neither": ({}, {"torch_compile": True}),
 }

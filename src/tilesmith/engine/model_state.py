@@ -8,9 +8,17 @@ import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+
+_TRIAL: ContextVar[bool] = ContextVar("tilesmith_trial", default=False)
+
+
+def in_trial() -> bool:
+    """Whether a model is being run for its costs (`state_preserved`), not by its user."""
+    return _TRIAL.get()
 
 
 def host_numbers() -> tuple[object, bytes]:
@@ -96,12 +104,14 @@ def state_preserved(model: nn.Module, *, backward: bool = True) -> Iterator[None
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters]
     training = [(module, module.training) for module in model.modules()]
+    before = _TRIAL.set(True)
     try:
         with buffers_kept(model), random_numbers_kept(p.device for p in parameters):
             for p in parameters:
                 p.grad = None
             yield
     finally:
+        _TRIAL.reset(before)
         for p, gradient in zip(parameters, gradients):
             p.grad = gradient
         for module, flag in training:

@@ -384,6 +384,12 @@ def all_reduce(tensor: Tensor, operation: str, group: Any) -> Tensor:
     return wait_tensor(all_reduce(tensor, operation, group))
 
 
+def moves_with_fsdp(parameter: Tensor) -> bool:
+    """Whether FullyShardedDataParallel keeps a parameter, which is then elsewhere in each forward. `fully_shard` has
+    hooks that show instead."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
 def symmetric_memory() -> Any:
     """A module that allocates memory which GPUs of one host map (`empty`), and makes them map it (`rendezvous`). Raises
     NotImplementedError where PyTorch has none; context-parallel attention then goes through NCCL."""

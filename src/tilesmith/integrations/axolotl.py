@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,12 +18,12 @@ except ImportError as problem:
 
 class TilesmithArgs(BaseModel):
     """What the configuration may say, as `tilesmith.optimize` takes it: rules to use or to leave out, and whether the
-    repeated blocks are compiled ("between") or recorded as CUDA graphs."""
+    repeated blocks are compiled ("between") or recorded as CUDA graphs (true, or "auto")."""
 
     tilesmith_only: list[str] | None = None
     tilesmith_exclude: list[str] | None = None
     tilesmith_compile: str | None = None
-    tilesmith_graphs: bool | None = None
+    tilesmith_graphs: bool | Literal["auto"] | None = None
 
 
 # Axolotl turns these on by itself for adapters, unless told otherwise, and they replace the forwards that are ours.
@@ -56,7 +56,7 @@ class TilesmithPlugin(BasePlugin):
             "only": cfg.get("tilesmith_only"),
             "exclude": cfg.get("tilesmith_exclude") or (),
             "compile": cfg.get("tilesmith_compile"),
-            "graphs": bool(cfg.get("tilesmith_graphs")),
+            "graphs": "auto" if cfg.get("tilesmith_graphs") == "auto" else bool(cfg.get("tilesmith_graphs")),
         }
         settings = {"torch_compile": cfg.get("torch_compile"), "fsdp": cfg.get("fsdp") or cfg.get("fsdp_config")}
         if cfg.get("gradient_checkpointing"):

@@ -1,4 +1,4 @@
-"""`graphs=True` and `compile="between"` under the settings of a trainer: refused where they would do nothing."""
+"""`graphs` and `compile="between"` under the settings of a trainer: refused where they would do nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def refuse_idle_blocks(where: str, options: Mapping[str, Any], settings: Mapping
     """
     graphs, compile = bool(options.get("graphs")), options.get("compile") is not None
     if settings.get("torch_compile") and (graphs or compile):
-        asked = "graphs=True" if graphs else 'compile="between"'
+        asked = f"graphs={options['graphs']!r}" if graphs else 'compile="between"'
         raise ValueError(
             f"{where}: {asked} does nothing with torch_compile={settings['torch_compile']!r}, which compiles the whole "
             'model, its blocks included; leave torch_compile off (compile="between" compiles the blocks)'
         )
     why = _unrecorded(settings) if graphs else ""
     if why:
-        raise ValueError(f"{where}: graphs=True does nothing with {why}; leave out graphs")
+        raise ValueError(f"{where}: graphs={options['graphs']!r} does nothing with {why}; leave out graphs")
 
 
 def _unrecorded(settings: Mapping[str, Any]) -> str:

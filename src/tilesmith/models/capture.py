@@ -1,4 +1,4 @@
-"""Recording of CUDA graphs, apart from what is recorded: `graphs.py` asks for nothing else of CUDA."""
+"""Recording of CUDA graphs, apart from what is recorded: `graphs.py` and `pace.py` ask for nothing else of CUDA."""
 
 from __future__ import annotations
 
@@ -79,6 +79,13 @@ class CudaRecorder:
             return copy.tolist()
 
         return numbers
+
+    def mark(self, device: torch.device) -> Callable[[], bool]:
+        """Mark where the host is on a device's current stream. Returns what tells, without waiting, whether the device
+        has come there."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event.query
 
     def random_state(self, device: torch.device) -> Tensor:
         """The state of the device's default generator, which is kept on the host."""

@@ -1,8 +1,9 @@
-"""`optimize(model, graphs=True)`: forward and backward of each repeated block recorded as CUDA graphs, by shape.
+"""`optimize(model, graphs=...)`: forward and backward of each repeated block recorded as CUDA graphs, by shape.
 
 A block whose kernels are shorter than the time that Python needs to launch them waits for the host. Its recording is
 launched by one call. `recorded.py` holds one recording: of one block, of several that follow each other, which
 `chains.py` sees, or of all from tokens to the loss (`whole_forward.py`). This file decides when one may serve a call.
+With `graphs="auto"` none does before steps have shown that the device waits for the host (`pace.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from tilesmith.models.blocks import Call, checkpoints, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
 from tilesmith.models.fingerprint import Fingerprint
+from tilesmith.models.pace import LOOKED_AT, SKIPPED, Pace
 from tilesmith.models.reach import all_observed, capturing, has_own_hooks
 from tilesmith.models.recorded import CannotRecord, Memory, Recorded, WithoutGradient
 from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
 from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
 
 RECORDER = CudaRecorder
+PLACE = "_tilesmith_place"
+"""The attribute of the two blocks that tell the host's place with `graphs="auto"`: which of `late_blocks` it is."""
 PLAIN_CALLS = 2
 """How often a block runs a shape as before until it is recorded: kernels are compiled and tuned, and a shape that comes
 once is not worth a recording."""
@@ -52,10 +56,12 @@ class Graphs:
     plain: why a block ran as before -> how often. shapes: of these, a reason that has to do with the shape -> the first
     shapes that it met. refused: class -> why its blocks are not recorded. apart: why blocks that follow each other are
     not recorded as one -> how often that was found. wholes: forwards with their loss that were replayed. beside: why
-    the blocks of a call with labels are recorded without what is around them -> how often.
+    the blocks of a call with labels are recorded without what is around them -> how often. pace: what steps have shown
+    of the host and the device, with `graphs="auto"`; None with `graphs=True`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
+        self.pace = pace
         self.replays, self.wholes, self.seconds, self.renewed, self.copied = 0, 0, 0.0, 0, 0
         self.plain: Counter[str] = Counter()
         self.shapes: dict[str, set[tuple[int, ...]]] = {_NEW: set(), _BEYOND: set()}
@@ -84,12 +90,38 @@ class Graphs:
         self._forget()
 
     @property
+    def rests(self) -> bool:
+        """Whether blocks run as they are, since the device has not been found to wait for the host."""
+        return self.pace is not None and not self.pace.waits
+
+    def rest(self, block: nn.Module) -> bool:
+        """The same at a call of a block, which tells the host's place. What this call shows holds from the next on, so
+        that blocks which follow each other are counted alike."""
+        if not self.rests:
+            return False
+        place = block.__dict__.get(PLACE)
+        if place is not None:
+            self.pace.passed(place, block)  # type: ignore[union-attr]
+        return True
+
+    @property
     def recorded(self) -> int:
         """Pairs of graphs, forward and backward, that are kept."""
         return sum(len(block.recorded) for block in self._blocks.values())
 
     def told(self) -> list[str]:
         """Sentences for the report."""
+        if self.pace is None:
+            return self._told()
+        steps = f"{self.pace} ({SKIPPED} before did not count)"
+        if self.pace.waits:
+            return [f"graphs='auto' records blocks: {steps}", *self._told()]
+        if not self.pace.decided:
+            why = f"; now none can be looked at: {self.pace.why}" if self.pace.why else ""
+            return [f"graphs='auto' has looked at {self.pace.seen} of {SKIPPED + LOOKED_AT} training steps{why}"]
+        return [f"graphs='auto' records no blocks: {self.pace.why or steps}"]
+
+    def _told(self) -> list[str]:
         if not self.replays and not self.plain and not self.refused:
             return [f"Recorded blocks: none yet; a shape is recorded when it has trained {PLAIN_CALLS} times"]
         held = self._memory.bytes() / 2**20
@@ -182,7 +214,7 @@ class Graphs:
         runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
         plain, _ = ways
         # In eval mode it returns all logits; its own hooks are called around its forward.
-        if self.within or not model.training or self.obstacle(model, hooks=False):
+        if self.within or self.rests or not model.training or self.obstacle(model, hooks=False):
             return plain(model, args, kwargs)
         if not self._turn.acquire(blocking=False):
             self.beside[_ELSEWHERE] += 1
@@ -285,19 +317,7 @@ class Graphs:
 
     def obstacle(self, block: nn.Module, hooks: bool = True) -> str:
         """Why no call of a block can be served now, whatever its arguments; "" if one can. hooks: look for its own."""
-        if type(block).__name__ in self.refused:
-            return "it cannot be recorded"
-        if not torch.is_grad_enabled():
-            return "without gradients"
-        if torch_private.in_backward():
-            return "repeated within a backward (checkpointing with use_reentrant=True, or of more than the block)"
-        if hooks and has_own_hooks(block):
-            return "it has hooks"
-        if capturing():
-            return "asked for what modules inside return (output_hidden_states, output_attentions)"
-        if torch_private.saved_tensors_hooks(False) is not None and not checkpoints(block):
-            return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
-        return all_observed() or observer()
+        return "it cannot be recorded" if type(block).__name__ in self.refused else unservable(block, hooks)
 
     def _entry(
         self, block: nn.Module, call: Link, leaves: list[Tensor], unfit: Callable[[_Block], str]
@@ -356,7 +376,8 @@ class Graphs:
                 known.unfit[call.key] = why
                 return None
             self.refused[cls] = why
-            warnings.warn(f"optimize(graphs=True): {cls} runs unrecorded: {why}", stacklevel=2)
+            asked = "True" if self.pace is None else "'auto'"
+            warnings.warn(f"optimize(graphs={asked}): {cls} runs unrecorded: {why}", stacklevel=2)
             return None
         finally:
             self.seconds += time.perf_counter() - start
@@ -390,6 +411,22 @@ class Graphs:
         return None
 
 
+def unservable(block: nn.Module, hooks: bool = True) -> str:
+    """Why no recording of a block could serve a call now, whatever its arguments; "" if one could. hooks: look for its
+    own."""
+    if not torch.is_grad_enabled():
+        return "without gradients"
+    if torch_private.in_backward():
+        return "repeated within a backward (checkpointing with use_reentrant=True, or of more than the block)"
+    if hooks and has_own_hooks(block):
+        return "it has hooks"
+    if capturing():
+        return "asked for what modules inside return (output_hidden_states, output_attentions)"
+    if torch_private.saved_tensors_hooks(False) is not None and not checkpoints(block):
+        return "hooks on saved tensors are on (checkpointing of more than the block, offloading)"
+    return all_observed() or observer()
+
+
 class _Block:
     """What is known of one block, by the keys of its calls.
 
@@ -419,7 +456,7 @@ class _Block:
         Asked where a recording would be made: one that exists is dropped as soon as a hook is there (`Fingerprint`).
         """
         if not self.watched or not _is_watched(block, self.watched):
-            self.watched = next((name for name, m in block.named_modules() if name and has_own_hooks(m)), "")
+            self.watched = watched_within(block)
         return f"{self.watched} in it has hooks" if self.watched else ""
 
     def still(self, model: nn.Module) -> str:
@@ -459,6 +496,11 @@ class _Block:
 
 def _short(problem: Exception) -> str:
     return (str(problem).splitlines() or ["it raised"])[0][:200]
+
+
+def watched_within(block: nn.Module) -> str:
+    """The name of a module inside a block that has hooks; "" if none has."""
+    return next((name for name, m in block.named_modules() if name and has_own_hooks(m)), "")
 
 
 def _is_watched(block: nn.Module, name: str) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.arguments import suggestion
+from tilesmith.models.advice import advised
 from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
 from tilesmith.models.attention.latent import LatentRule
@@ -22,7 +23,7 @@ from tilesmith.models.checkpoints import detach, is_attached
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.functional import FunctionalRule
 from tilesmith.models.generation.rule import DecodingRule
-from tilesmith.models.graphs_rule import GraphedForm, GraphsRule
+from tilesmith.models.graphs_rule import GraphsRule, Wanted, wanted_before
 from tilesmith.models.layers.activations import ActivationRule
 from tilesmith.models.layers.adapters import LoraRule
 from tilesmith.models.layers.biased_activations import BiasedActivationRule
@@ -95,7 +96,7 @@ def optimize(
     only: RuleName | Collection[RuleName] | None = None,
     exclude: str | Collection[str] = (),
     compile: Literal["between"] | None = None,
-    graphs: bool = False,
+    graphs: bool | Literal["auto"] = False,
 ) -> Model:
     """Make the modules of `model` compute through `tilesmith.ops` where they provably compute the same.
 
@@ -117,7 +118,10 @@ def optimize(
         graphs: record forward and backward of the repeated blocks as CUDA graphs when a shape is trained for the third
             time, so that the host launches a block at once. Calls that no recording serves run as before; the report
             counts them with the reason, and has the memory that recordings hold. `generate` of transformers with
-            ``cache_implementation="static"`` replays one graph a token. A later `optimize` keeps it, too.
+            ``cache_implementation="static"`` replays one graph a token. "auto" looks at eleven training steps, and
+            records blocks from then on where the device waited for the host in them, else never; the report says which
+            and why. Without `graphs` the same steps are looked at, and the report and a warning in the log say where
+            recording would help. A later `optimize` keeps it, too.
 
     Returns:
         `model` itself. ``print(model.tilesmith_report)`` says what was gained, what that means on the model's device,
@@ -125,10 +129,10 @@ def optimize(
         reverts everything, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module, or `strict` or `graphs` is not a bool. ValueError: `only` names an unknown
-        rule; `exclude` names neither a rule nor a module, or has a pattern that matches none; `compile` is neither None
-        nor "between"; no block repeats for `compile` or `graphs`; `fit_sequence` was called first. RewriteError: see
-        `strict`.
+        TypeError: `model` is not a module, `strict` not a bool, or `graphs` neither a bool nor "auto". ValueError:
+        `only` names an unknown rule; `exclude` names neither a rule nor a module, or has a pattern that matches none;
+        `compile` is neither None nor "between"; `graphs` is another string than "auto"; no block repeats for `compile`
+        or `graphs`; `fit_sequence` was called first. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -138,7 +142,10 @@ def optimize(
     wanted, patterns = _asked(model, only, exclude)
     if compile not in (None, "between"):
         raise ValueError(f"optimize: compile is {compile!r}; it is None or 'between'")
-    flag("optimize", "graphs", graphs)
+    if isinstance(graphs, str) and graphs != "auto":
+        raise ValueError(f"optimize: graphs is {graphs!r}; it is True, False or 'auto'")
+    if not isinstance(graphs, bool | str):
+        raise TypeError(f"optimize: graphs must be True, False or 'auto', got {graphs!r}")
     flag("optimize", "strict", strict)
     if is_attached(model):
         raise ValueError(
@@ -148,12 +155,12 @@ def optimize(
     taken = detach_block_forms(model)
     try:
         had = {type(form) for _, form, _ in taken}
-        graphs = graphs or GraphedForm in had
-        withheld = [name for name in RECORDED if only is None and not graphs and name not in patterns]
-        wanted = [name for name in wanted if name in withheld or only is not None or graphs or name not in RECORDED]
+        recorded: Wanted = graphs or wanted_before(taken)
+        withheld = [name for name in RECORDED if only is None and not recorded and name not in patterns]
+        wanted = [name for name in wanted if name in withheld or only is not None or recorded or name not in RECORDED]
         rules = [Withheld(rule()) if rule.name in withheld else rule() for rule in RULES if rule.name in wanted]
         whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if compile or CompiledForm in had else []
-        whole += [DecodingRule(), GraphsRule(model)] if graphs else []
+        whole += [DecodingRule(), GraphsRule(model, recorded)] if recorded else []
         before = getattr(model, "tilesmith_report", None)
         found = rewrite.rewrite(model, [*rules, *whole], strict=strict, excluded=_excluder(patterns), earlier=before)
     except BaseException:
@@ -165,7 +172,8 @@ def optimize(
                 rule.attach(model.get_submodule(row.fqn))
     kind = next((p.device.type for p in model.parameters()), "cpu")
     found = described(found, kind, *could_be_packed(model))
-    model.tilesmith_report = replace(found, notes=tuple(rule.record for rule in whole))
+    found = replace(found, notes=tuple(rule.record for rule in whole))
+    model.tilesmith_report = found if recorded else advised(model, found)
     return model
 
 

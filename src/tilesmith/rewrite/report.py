@@ -53,6 +53,7 @@ class Report:
 
     effects: sentences on what the replacements do on the device that the model was on. counted: module name -> op ->
     calls so far, kept up to date by the model. notes: what compiled and recorded blocks have done so far, likewise.
+    advice: what the model's steps have shown that would make them faster.
     device: the type of the device that the model was on, "" if unknown; served: whether a kernel of ours for any of the
     ops runs on it.
     """
@@ -61,6 +62,7 @@ class Report:
     effects: tuple[str, ...] = ()
     counted: Mapping[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
     notes: tuple[Note, ...] = field(default=(), compare=False, repr=False)
+    advice: Note | None = field(default=None, compare=False, repr=False)
     device: str = ""
     served: bool = True
 
@@ -117,6 +119,8 @@ class Report:
             lines += _wrapped(f"Calls since optimize(): {self._ran()}", "", "  ")
         for sentence in (sentence for note in self.notes for sentence in note.told()):
             lines += _wrapped(sentence, "  ", "    ")
+        for sentence in self.advice.told() if self.advice is not None else ():
+            lines += _wrapped(sentence[0].upper() + sentence[1:], "  ", "    ")
         lines += self._section("Could not be replaced", self.wanted)
         lines += self._section("Left as they are", told)
         if len(left) > len(told):

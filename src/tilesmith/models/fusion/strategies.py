@@ -13,12 +13,13 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag, size
 from tilesmith.engine.model_state import state_preserved
+from tilesmith.models.advice import advised
 from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
 from tilesmith.models.checkpoints import is_attached
 from tilesmith.models.compiling import CompiledForm, CompileRule
 from tilesmith.models.fusion.selection import Selection, names_of
 from tilesmith.models.generation.rule import DecodingRule
-from tilesmith.models.graphs_rule import GraphedForm, GraphsRule
+from tilesmith.models.graphs_rule import GraphsRule, wanted_before
 from tilesmith.models.layers.packing import could_be_packed
 from tilesmith.models.optimization import undo
 from tilesmith.models.reach import described
@@ -193,12 +194,12 @@ def _fuse(model: nn.Module, config: FusionConfig) -> None:
     taken = detach_block_forms(model)
     marks = [(m, len(rewrite.forms(m)), m.__dict__.get(rewrite.CALLS)) for m in model.modules()]
     had = {type(form) for _, form, _ in taken}
-    recorded = GraphedForm in had
+    recorded = wanted_before(taken)
     try:
         whole: list[BlockRule | DecodingRule] = [CompileRule(model)] if CompiledForm in had else []
-        whole += [DecodingRule(), GraphsRule(model)] if recorded else []
+        whole += [DecodingRule(), GraphsRule(model, recorded)] if recorded else []
         before = getattr(model, "tilesmith_report", None)
-        report = rewrite.rewrite(model, [*selection.rules(recorded), *whole], earlier=before)
+        report = rewrite.rewrite(model, [*selection.rules(bool(recorded)), *whole], earlier=before)
         _refuse_nothing(model, report, selection)
         rewrite.swap(model, FusionForm(config))
     except BaseException:
@@ -212,7 +213,8 @@ def _fuse(model: nn.Module, config: FusionConfig) -> None:
     kind = next((p.device.type for p in model.parameters()), "cpu")
     report = described(report, kind, *_said(model, config, report))
     rows = tuple(dict.fromkeys(report.rows))  # norms of queries and keys are looked at twice
-    model.tilesmith_report = replace(report, rows=rows, notes=tuple(rule.record for rule in whole))
+    report = replace(report, rows=rows, notes=tuple(rule.record for rule in whole))
+    model.tilesmith_report = report if recorded else advised(model, report)
 
 
 def _selection(config: FusionConfig) -> Selection:
