@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -518,9 +519,10 @@ def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:
     if "config" not in signature.parameters:
         return inner
     of_op = [p for n, p in signature.parameters.items() if n not in ("config", "hidden")]
-
-    def shown():
-        raise NotImplementedError
-
+    shown = FunctionType(_never.__code__, inner.__globals__)  # there the names in annotations mean what they should
     shown.__signature__ = signature.replace(parameters=of_op)
     return shown
+
+
+def _never() -> None:
+    raise NotImplementedError
