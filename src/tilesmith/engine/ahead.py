@@ -122,7 +122,7 @@ def compile_call(op: Any, pin: str, args: tuple, device: torch.device, gradient:
 
 def _works_of_gradient(op: Any, pin: str, args: tuple, device: torch.device) -> Works:
     """The same of a call's gradient, as it usually is."""
-    given = op.gradient_arguments(args, usual=True)
+    given = op.gradient.arguments(args, usual=True)
     return _works_by_choice(op.vjp, op.gradient.pin_of_vjp(pin), given, device)
 
 
