@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.argument_checks import flag
-from tilesmith.engine.arguments import always, shown, suggestion
+from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.choice import Asked, Choice, asking, choose, parse_pin, pinned, tried
 from tilesmith.engine.kernel import Kernel
 from tilesmith.engine.registry import PLAIN, ops
+from tilesmith.engine.tracing import always
 from tilesmith.hardware.detect import Arch, arch_named, arch_of, assuming
 
 

@@ -16,7 +16,7 @@ from torch.library import infer_schema
 
 from tilesmith.engine import ahead, explanation, inductor, torch_private, tracing
 from tilesmith.engine import sharding as sharding_rules
-from tilesmith.engine.arguments import always, binder, checked
+from tilesmith.engine.arguments import binder, checked
 from tilesmith.engine.autograd import Gradient, Way, has_tangents, no_forward_mode, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, parse_pin, pinned
@@ -27,6 +27,7 @@ from tilesmith.engine.negated import asking
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
 from tilesmith.engine.signatures import doc_of_users, of_users, without_config
+from tilesmith.engine.tracing import always
 from tilesmith.hardware.detect import Arch
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -1,4 +1,4 @@
-"""Signatures: what users see of an op's, and what must be an op's in a kernel's."""
+"""Signatures: the part of an op's that users see, and the part of a launcher's that must be the same as the op's."""
 
 from __future__ import annotations
 
