@@ -1,4 +1,4 @@
-"""Ahead: kernels that will be launched soon are compiled by threads, beside the one that is compiled now.
+"""Ahead: threads compile the kernels that will be launched next, while the calling thread compiles the first.
 
 With an empty cache, the first step of a model compiles some twenty kernels, the largest of which take seconds. So the
 first run of a launcher begins with a rehearsal (`engine.rehearsal`): all its launches but the first, which compiles its

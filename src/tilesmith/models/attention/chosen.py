@@ -1,5 +1,5 @@
-"""Which attention the configurations of a transformers model ask for: ours, or what they asked for before `optimize`
-while a forward must return attention weights or transformers accepts no other."""
+"""Which attention the configurations of a transformers model ask for: ours, or the one of before `optimize` while a
+forward must return attention weights or transformers accepts no other."""
 
 from __future__ import annotations
 
