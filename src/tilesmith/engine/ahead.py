@@ -136,10 +136,10 @@ def _works_by_choice(op: Any, pin: str, args: tuple, device: torch.device) -> Wo
         kernel = choose(op, op.described(args, device, arch), pin, arch, args, ask=True).kernel
         if kernel.plans is None:
             return []
-        configure, fields = getattr(kernel.fn, "configure", None), parse_pin(pin)[1]
+        configure = getattr(kernel.fn, "configure", None)
         if configure is None:
             return _works(kernel.fn, args, device)
-        config = configure.with_fields(args, fields, search=False) if fields else configure(args, search=False)
+        config = configure.with_fields(args, parse_pin(pin)[1], search=False)
         return _works(partial(configure.fn, config=config), args, device)
 
 

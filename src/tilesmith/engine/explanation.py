@@ -14,7 +14,7 @@ from torch import Tensor
 from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.choice import Asked, Choice, asking, choose, parse_pin, pinned, tried
-from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.kernel import Kernel, in_context
 from tilesmith.engine.registry import PLAIN, ops
 from tilesmith.engine.tracing import always
 from tilesmith.hardware.detect import Arch, arch_named, arch_of, assuming
@@ -133,12 +133,8 @@ _TYPES = {"mps": "mps", "cpu": "cpu"}
 
 def _told(kernel: Kernel, args: tuple, arch: Any) -> list[str]:
     """What a kernel's `tells` says of a call."""
-    asked, said = inspect.signature(kernel.tells).parameters, {}
-    if "arch" in asked:
-        said["arch"] = arch
-    if "config" in asked:
-        said["config"] = kernel.fn.configure.on(arch, args, parse_pin(pinned(kernel.op))[1])
-    return list(kernel.tells(*args, **said))
+    fields = parse_pin(pinned(kernel.op))[1]
+    return list(in_context(kernel.tells, args, lambda: arch, lambda: kernel.fn.configure.on(arch, args, fields)))
 
 
 def _hides(kernel: Kernel) -> bool:
