@@ -35,7 +35,7 @@ from torch import nn
 
 import tilesmith
 from tilesmith.attention.fusion import FusionStrategy, OptimizationLevel, create_unified_attention_fusion
-from tilesmith.bench import steps_table
+from tilesmith.bench import tables
 from tilesmith.engine.timing import Timing, interleave, measure, peak_memory
 from tilesmith.precision import FP8Config, convert_model_to_fp8, refresh_fp8, revert_model_from_fp8
 from tilesmith.precision.scaling import roll
@@ -345,7 +345,7 @@ def main() -> int:
     if "liger" in chosen and len(chosen) > 1:
         parser.error("--variant liger needs a process of its own: it replaces functions of transformers' modules")
     held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
-    document, right = {"subject": steps_table.SUBJECT, **provenance(), "rows": held.get("rows", {})}, True
+    document, right = {"subject": tables.STEPS, **provenance(), "rows": held.get("rows", {})}, True
     for name in given.families or FAMILIES:
         say(name)
         family = tiny(FAMILIES[name]) if given.tiny else FAMILIES[name]

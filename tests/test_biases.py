@@ -235,6 +235,13 @@ class Stepwise(Feeding):
         return self.out(x)
 
 
+class Annotated(Feeding):
+    def forward(self, x):
+        h: torch.Tensor = self.fc(x)
+        h = self.act(h)
+        return self.out(h)
+
+
 class Nested(Feeding):
     def forward(self, x):
         return self.out(self.act(self.fc(x)))
@@ -257,7 +264,7 @@ def gelu_everywhere(op_everywhere):
 
 @pytest.mark.usefixtures("gelu_everywhere")
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("cls", [Stepwise, Nested, Reread])
+@pytest.mark.parametrize("cls", [Stepwise, Annotated, Nested, Reread])
 def test_the_pass_of_gelu_sums(cls, approximate):
     torch.manual_seed(0)
     plain, x = cls(act=nn.GELU(approximate)).double(), torch.randn(3, 40, 8, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.engine import arguments, key
+from tilesmith.engine import key, tracing
 from tilesmith.engine import ops as declared
 
 inductor = pytest.importorskip("torch._inductor.utils")
@@ -19,7 +19,7 @@ inductor = pytest.importorskip("torch._inductor.utils")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(arguments, "SMALL", 0)  # else it is no op that is traced
+    monkeypatch.setattr(tracing, "SMALL", 0)  # else it is no op that is traced
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
@@ -125,9 +125,9 @@ def test_a_mode_sees_the_ops_of_a_compiled_graph():
 CACHED = """
 import sys, torch
 from tilesmith import ops
-from tilesmith.engine import arguments, key
+from tilesmith.engine import key, tracing
 from torch._dynamo.utils import counters
-arguments.SMALL = 0
+tracing.SMALL = 0
 compiled = torch.compile(lambda x: ops.rms_norm(x))
 print(float(compiled(torch.ones(2, 8)).sum()), counters["inductor"]["fxgraph_cache_hit"])
 """

@@ -20,6 +20,8 @@ DOORS = {
     "bias_dropout_residual": lambda x: ((x, x), {}),
 }
 
+Rows = torch.Tensor
+
 
 def _double(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
@@ -77,6 +79,17 @@ def test_a_configuration_above_the_registration_keeps_the_declared_error():
 
     assert op.kernel("rough").errors == {"doubled": 0.02}
     assert tilesmith.explain(op, torch.ones(3)).kernel.backend == "rough"
+
+
+def test_a_launcher_s_annotations_are_read_in_its_own_module():
+    op = Op(_double, name="explain_annotated", fake=torch.empty_like)
+
+    @register_kernel("explain_annotated", backend="own", rank=20)
+    @optimize_kernel(num_warps=4)
+    def own(x: "Rows", *, config) -> "Rows":  # as all annotations are under `from __future__ import annotations`
+        return 2 * x
+
+    assert tilesmith.explain(op, torch.ones(3)).kernel.backend == "own"
 
 
 def test_pinned_values_that_reach_nothing_are_told():

@@ -21,7 +21,7 @@ from op_runs import (
     kernels_of,
     runnable,
 )
-from tilesmith.engine import arguments, cases, ops, use
+from tilesmith.engine import cases, ops, tracing, use
 from tilesmith.engine.backends import REFERENCE, interpreting
 from tilesmith.engine.choice import pinned, pins
 from tilesmith.validate import check
@@ -104,7 +104,7 @@ def test_a_vjp_returns_memory_of_its_own(name):
             assert shared == n, f"{case.name}: {n} is in the memory of {shared}"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if ops()[name].when is arguments.small])
+@pytest.mark.parametrize("name", [name for name in NAMES if ops()[name].when is tracing.small])
 def test_small_calls_are_traced_as_plain_functions(name, monkeypatch):
     op, args = arguments_of(name)
     traced, told = [], "traced as plain PyTorch"
@@ -113,8 +113,8 @@ def test_small_calls_are_traced_as_plain_functions(name, monkeypatch):
         traced.append({node.target for node in graph.graph.nodes})
         return graph.forward
 
-    for limit, small in ((arguments.SMALL, True), (0, False)):
-        monkeypatch.setattr(arguments, "SMALL", limit)
+    for limit, small in ((tracing.SMALL, True), (0, False)):
+        monkeypatch.setattr(tracing, "SMALL", limit)
         torch._dynamo.reset()
         found = torch.compile(lambda *a: op(*a), fullgraph=True, backend=backend, dynamic=False)(*args)
         torch.testing.assert_close(found, op(*args), equal_nan=True)

@@ -30,9 +30,9 @@ from optimize_models import (  # noqa: F401
 from tilesmith import rewrite
 from tilesmith.attention.fusion import create_unified_attention_fusion
 from tilesmith.models import optimization, optimize, undo
-from tilesmith.models.attention.chosen import turns
+from tilesmith.models.attention.chosen import lock_of
 from tilesmith.models.attention.interface import attention_forward
-from tilesmith.models.attention.turns import Turns
+from tilesmith.models.attention.lock import ReaderWriterLock
 from tilesmith.models.layers.logits import LazyLogits
 
 
@@ -320,13 +320,13 @@ def test_a_model_on_meta_is_called_with_labels(family):
 def test_a_part_that_was_optimised_before_keeps_its_lock_when_the_whole_fails(monkeypatch):
     model = build("bart")
     part = optimize(model.model)  # which holds two models of its own
-    assert turns(part) is turns(part.encoder) is turns(part.decoder)
+    assert lock_of(part) is lock_of(part.encoder) is lock_of(part.decoder)
     monkeypatch.setattr(optimization.FunctionalRule, "match", lambda self, site: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         optimize(model)
-    assert turns(part) is turns(part.encoder) is turns(part.decoder)
+    assert lock_of(part) is lock_of(part.encoder) is lock_of(part.decoder)
     undo(model)
-    assert not any("turns" in name for module in model.modules() for name in module.__dict__)
+    assert not any("_tilesmith_lock" in name for module in model.modules() for name in module.__dict__)
 
 
 def test_undo_of_what_has_lost_a_part():
@@ -468,39 +468,39 @@ def _gpt_neo(family):
     return transformers.GPTNeoForCausalLM._from_config(transformers.GPTNeoConfig(**sizes), attn_implementation="eager")
 
 
-def test_forwards_that_are_alone_wait_for_others_and_nest():
-    turns, order, longest = Turns(), [], 60  # seconds: what only a fault takes
+def test_exclusive_forwards_wait_for_others_and_nest():
+    lock, order, longest = ReaderWriterLock(), [], 60  # seconds: what only a fault takes
     entered, leave = threading.Event(), threading.Event()
 
     def within():
-        with turns.shared(), turns.shared():
+        with lock.shared(), lock.shared():
             entered.set()
             assert leave.wait(longest)
             order.append("shared")
 
-    def alone():
+    def exclusive():
         assert entered.wait(longest)
-        with turns.alone(), turns.alone(), turns.shared():
-            order.append("alone")
+        with lock.exclusive(), lock.exclusive(), lock.shared():
+            order.append("exclusive")
 
     def upgraded(gate):
-        with turns.shared():
+        with lock.shared():
             gate.wait(longest)
-            with turns.alone():
+            with lock.exclusive():
                 return True
 
     with ThreadPoolExecutor(2) as pool:
-        runs, until = [pool.submit(within), pool.submit(alone)], time.monotonic() + longest
-        while not (turns._waiting or runs[1].done()) and time.monotonic() < until:
+        runs, until = [pool.submit(within), pool.submit(exclusive)], time.monotonic() + longest
+        while not (lock._waiting or runs[1].done()) and time.monotonic() < until:
             time.sleep(0.001)
-        assert turns._waiting and order == []
+        assert lock._waiting and order == []
         leave.set()
         for one in runs:
             one.result(timeout=longest)
-        assert order == ["shared", "alone"]
-        gate = threading.Barrier(2)  # both are inside before either wants to be alone
+        assert order == ["shared", "exclusive"]
+        gate = threading.Barrier(2)  # both are inside before either asks for exclusive
         assert all(one.result(timeout=longest) for one in [pool.submit(upgraded, gate) for _ in range(2)])
-        with turns.shared():
+        with lock.shared():
             pass
 
 

@@ -122,8 +122,8 @@ import torch._dynamo.comptime as comptime
 del comptime.ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator
 del comptime.ComptimeVar._i_will_not_complain_if_bc_breaks_VariableTracker
 from tilesmith import ops
-from tilesmith.engine import arguments
-arguments.SMALL = 0
+from tilesmith.engine import tracing
+tracing.SMALL = 0
 x, w = torch.randn(4, 64), torch.randn(64)
 compiled = torch.compile(lambda x, w: ops.rms_norm(x, w) + 1, backend="aot_eager")
 torch.testing.assert_close(compiled(x, w), ops.rms_norm(x, w) + 1)

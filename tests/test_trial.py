@@ -406,7 +406,7 @@ def _launched(name, backend, case, dtype):
     op, asked, kernel = program.whole(name), declared()[name], declared()[name].kernel(backend)
     with assuming(arch_named("sm90")):
         args = op.bind((), {n: _on_meta(v, dtype) if isinstance(v, T) else v for n, v in case.args.items()})
-        args = args if asked is op else op.gradient_arguments(args)
+        args = args if asked is op else op.gradient.arguments(args)
         if kernel.rejects(asked._describe(*args)._replace(arch=arch_named("sm90"))):
             return ()
         return launches(kernel, args).kernels

@@ -30,10 +30,8 @@ def selected_block_attention(
     exist or are named twice.
     """
     tokens, keys, shift = _check(q, k, v, block_indices, block_size)
-    batch, heads, _, dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    score = Score(scale=dim**-0.5 if scale is None else scale)
+    group = q.shape[1] // k.shape[1]
+    score = Score(scale=scale)
 
     columns = cdiv(keys, block_size)
     own = (torch.arange(tokens, device=q.device) + shift) // block_size

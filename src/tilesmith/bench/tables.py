@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilesmith.bench import steps_table
 from tilesmith.bench.document import OURS, load, runs
 
 MARKED = re.compile(
     r"(?P<head><!-- bench:(?P<what>[\w./-]+)(?P<cases>(?: [\w.-]+)*) -->\n).*?(?P<end><!-- /bench -->)", re.DOTALL
 )
+STEPS = "model-steps"  # the subject of `benchmarks/model_steps.py`
 EQUAL = 1.02  # times within 2 % count as equal
 OVERWRITES = "†"  # a peer whose inputs are no longer what they were
 # packages of which the version is told only where such a provider, or such a subject, has a figure
@@ -26,7 +26,7 @@ WHOSE = {
     "quack-kernels": {"quack"},
     "flash-attn-4": {"flash4"},
     "cudnn": {"cudnn", "cudnn_e4m3"},
-    "transformers": {"model"},
+    "transformers": {"model", STEPS},
     "python": {"host"},
     "tilesmith": set(),
 }
@@ -43,19 +43,20 @@ def fill(text: str, results: Path) -> str:
         path = results / f"{match['what']}.json"
         if not path.is_file():
             raise FileNotFoundError(f"marker bench:{match['what']} needs {path}, which does not exist")
-        document, cases = load(path), match["cases"].split()
-        made = (
-            _steps(document, cases) if document["subject"] == steps_table.SUBJECT else markdown(_only(document, cases))
-        )
-        return f"{match['head']}{made}{match['end']}"
+        document = load(path)
+        if document["subject"] == STEPS:
+            document = _of_steps(document)
+        return f"{match['head']}{markdown(_only(document, match['cases'].split()))}{match['end']}"
 
     return MARKED.sub(table, text)
 
 
-def _steps(document: Mapping[str, Any], families: Sequence[str]) -> str:
-    """The table of these families' training steps."""
-    table = grid(steps_table.COLUMNS, steps_table.lines(document["rows"], families))
-    return f"{table}\n\n{steps_table.provenance(document)}\n"
+def _of_steps(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What `benchmarks/model_steps.py` wrote, {family: {variant: row}}, in the form of the other documents."""
+    rows = [{"case": family, "provider": variant, **row} for family, variants in document["rows"].items()
+            for variant, row in variants.items()]  # fmt: skip
+    versions = {name: document[name] for name in ("torch", "transformers")}
+    return {**document, "hardware": {"name": document["gpu"]}, "dtype": "bf16", "versions": versions, "rows": rows}
 
 
 def _only(document: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:
@@ -163,7 +164,34 @@ def _host_table(document: Mapping[str, Any]) -> str:
     return grid(("op", "pass", *(f"{name}, µs (kernels)" for name in names)), lines, left=2)
 
 
-_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"model": _model_table, "host": _host_table}
+def _steps_table(document: Mapping[str, Any]) -> str:
+    """Of each family's training step ms, how many times as fast the fastest of ours is as the fastest of the others in
+    any run, and the peaks of both."""
+    families: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in document["rows"]:
+        families.setdefault(row["case"], {})[row["provider"]] = row
+    columns = ("model", "eager", "torch.compile", "Liger", "`optimize`", "`graphs=True`", "× best other")
+    return grid((*columns, "peak GB: other, ours"), [_steps_line(*family) for family in families.items()])
+
+
+def _steps_line(name: str, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    ours, peers, beside = ("optimize", "graphs"), ("eager", "compile", "liger"), " (beside graphs)"
+
+    def fastest(variants: Sequence[str]) -> Mapping[str, Any] | None:
+        measured = [rows[n] for v in variants for n in (v, v + beside) if "ms" in rows.get(n, {})]
+        return min(measured, key=lambda row: row["ms"], default=None)
+
+    found = (rows.get(variant) or rows.get(variant + beside) or {} for variant in (*peers, *ours))
+    shown = [f"{row['ms']:.1f}" if "ms" in row else "–" for row in found]
+    best, other = fastest(ours), fastest(peers)
+    if best is None or other is None or not any("ms" in rows.get(peer, {}) for peer in ("compile", "liger")):
+        return (name, *shown, "", "")
+    return (name, *shown, f"{other['ms'] / best['ms']:.2f}", f"{other['peak_gb']:.1f}, {best['peak_gb']:.1f}")
+
+
+_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "model": _model_table, "host": _host_table, STEPS: _steps_table,
+}  # fmt: skip
 
 
 def _us(value: float) -> str:

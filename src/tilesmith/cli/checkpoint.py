@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tilesmith.cli.own import OwnLlama
+from tilesmith.cli.own_decoder import OwnLlama
 from tilesmith.cli.subject import Sizes
 from tilesmith.cli.text import BytePairs
 from tilesmith.nn import DecoderConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.cli.checkpoint import LanguageModel
-from tilesmith.cli.own import OwnLlama
+from tilesmith.cli.own_decoder import OwnLlama
 from tilesmith.cli.text import BytePairs
 from tilesmith.engine import ops, use
 from tilesmith.engine.backends import REFERENCE

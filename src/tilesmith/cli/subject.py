@@ -178,7 +178,7 @@ def _config(sizes: Sizes) -> DecoderConfig:
 
 
 def _own_llama(config: DecoderConfig) -> tuple[str, nn.Module, Callable[[nn.Module], tuple[nn.Module, str]]]:
-    from tilesmith.cli.own import OwnLlama
+    from tilesmith.cli.own_decoder import OwnLlama
 
     def optimise(model: OwnLlama) -> tuple[nn.Module, str]:
         model.plain = False

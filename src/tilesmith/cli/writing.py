@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from tilesmith.cli.own import OwnLlama
+from tilesmith.cli.own_decoder import OwnLlama
 from tilesmith.models.cache_argument import cache_parameter
 
 

@@ -1,4 +1,4 @@
-"""The parts of the heads that a ring works on one after another, and what a rank holds of a part: arithmetic alone.
+"""Parts of the heads, which a ring processes one after another, and what a rank holds of each: arithmetic alone.
 
 What others' keys, sums and gradients take is that of a part, so parts bound a ring's memory. A part is some kv heads
 with all query heads that read them, or one kv head with some of them: then its keys travel once for each of its parts,

@@ -1,4 +1,4 @@
-"""What a call of context-parallel attention is by its facts alone, worked out when it is first made and then kept.
+"""Prepared calls of context-parallel attention: what follows from a call's facts alone is worked out once and kept.
 
 Facts are shapes, dtypes, devices, flags, numbers, the layout and the documents' boundaries; what tensors hold is not
 among them. A call whose facts were accepted once is found again by them, without its checks; what is refused is not

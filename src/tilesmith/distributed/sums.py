@@ -1,4 +1,4 @@
-"""Sums of what several calls found: results of attention over other keys, merged by their lse, and gradients.
+"""Sums over several calls: results of attention over different keys, merged by their lse, and gradients.
 
 A part of a sum is fp32 where the kernel gives it so, and the sum is rounded once, when it is complete.
 """

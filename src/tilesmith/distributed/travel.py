@@ -1,4 +1,4 @@
-"""What travels while ranks compute: one call's work, its parcels, and the stages that run beside them."""
+"""Transfers that overlap computation: the work of one call on a rank, what it sends and receives, and its stages."""
 
 from __future__ import annotations
 

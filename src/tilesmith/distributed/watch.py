@@ -1,4 +1,4 @@
-"""What happens where a GPU waits for a rank that is lost.
+"""Releases a GPU that waits for a lost rank, and says which rank that is.
 
 A stream that awaits a word of memory has no time limit. So a thread looks, while exchanges are under way, whether the
 oldest of them still waits for another rank. After the time limit it says which rank that is, fills what should have

@@ -1,4 +1,4 @@
-"""Ahead: kernels that will be launched soon are compiled by threads, beside the one that is compiled now.
+"""Ahead: threads compile the kernels that will be launched next, while the calling thread compiles the first.
 
 With an empty cache, the first step of a model compiles some twenty kernels, the largest of which take seconds. So the
 first run of a launcher begins with a rehearsal (`engine.rehearsal`): all its launches but the first, which compiles its
@@ -122,7 +122,7 @@ def compile_call(op: Any, pin: str, args: tuple, device: torch.device, gradient:
 
 def _works_of_gradient(op: Any, pin: str, args: tuple, device: torch.device) -> Works:
     """The same of a call's gradient, as it usually is."""
-    given = op.gradient_arguments(args, usual=True)
+    given = op.gradient.arguments(args, usual=True)
     return _works_by_choice(op.vjp, op.gradient.pin_of_vjp(pin), given, device)
 
 
@@ -136,10 +136,10 @@ def _works_by_choice(op: Any, pin: str, args: tuple, device: torch.device) -> Wo
         kernel = choose(op, op.described(args, device, arch), pin, arch, args, ask=True).kernel
         if kernel.plans is None:
             return []
-        configure, fields = getattr(kernel.fn, "configure", None), parse_pin(pin)[1]
+        configure = getattr(kernel.fn, "configure", None)
         if configure is None:
             return _works(kernel.fn, args, device)
-        config = configure.with_fields(args, fields, search=False) if fields else configure(args, search=False)
+        config = configure.with_fields(args, parse_pin(pin)[1], search=False)
         return _works(partial(configure.fn, config=config), args, device)
 
 

@@ -28,25 +28,6 @@ _KINDS = {
 _LISTS = {int: "a sequence of ints", bool: "a sequence of bools", float: "a sequence of numbers"}
 
 
-SMALL = 4 * 2**20  # bytes of a tensor up to which the host, not the device, sets the pace of a compiled model
-
-
-def always(*args: Any) -> bool:
-    """Of any arguments."""
-    return True
-
-
-def small(*args: Any) -> bool:
-    """Whether no tensor takes more than `SMALL` bytes, as far as a trace knows.
-
-    There Inductor is left to fuse plain functions with their neighbours: an op is a call of its own, which costs the
-    host more than its kernel saves the device (a train step of two small layers on an H200, when a call still gathered
-    its key: 1.04 times as long as by torch.compile alone, with each op as a call 1.10 times; ADR 1).
-    """
-    known = torch.fx.experimental.symbolic_shapes.statically_known_true if torch.compiler.is_compiling() else bool
-    return all(known(a.numel() * a.element_size() <= SMALL) for a in args if isinstance(a, Tensor))
-
-
 def checked(
     name: str, signature: inspect.Signature, check: Callable[..., None] | None, differentiable: Collection[str] | None
 ) -> Callable[..., None]:

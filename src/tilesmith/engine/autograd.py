@@ -58,6 +58,25 @@ class Gradient:
         """Which arguments ask for a gradient."""
         return tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
 
+    def arguments(self, args: tuple, usual: bool = False) -> tuple:
+        """What the vjp of a call would be given, on meta: tensors without memory.
+
+        usual: gradients come in for the first output and those with as many dims, such as the sum of add_rms_norm, not
+        for statistics, such as attention's lse; else for all that are public.
+        """
+        op = self.op
+        made = {id(a): _unallocated(a) for a in args if isinstance(a, Tensor)}  # one tensor stays one
+        asked = {n: a.requires_grad for n, a in zip(op.parameters, args) if isinstance(a, Tensor)}
+        args = tuple(made.get(id(a), a) for a in args)
+        found = op.fake(*args)
+        outputs = dict(zip(op.outputs, found if isinstance(found, tuple) else (found,)))
+        dims = outputs[op.outputs[0]].ndim
+        grads = {f"d{n}": None if usual and x.ndim != dims else x for n, x in outputs.items()}
+        known = {**dict(zip(op.parameters, args)), **outputs, **grads}
+        wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in op.vjp.outputs]
+        known |= {**op.vjp.defaults, "output_mask": wanted, "overwrite": usual}
+        return tuple(known[n] for n in op.vjp.parameters)
+
     # the two ways back --------------------------------------------------------------------------------------------
 
     def backward(self, ctx: Any, grads: tuple, needs: tuple, returned: tuple) -> tuple:
@@ -225,6 +244,11 @@ def no_forward_mode(name: str) -> NotImplementedError:
 def has_tangents(args: tuple) -> bool:
     """Whether a dual number of torch.autograd.forward_ad is among the arguments."""
     return any(isinstance(a, Tensor) and torch.autograd.forward_ad.unpack_dual(a).tangent is not None for a in args)
+
+
+def _unallocated(x: Tensor) -> Tensor:
+    """A tensor of x's shape, strides and dtype without memory."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _like(tensor: Tensor | None) -> tuple[torch.dtype, int, int] | None:

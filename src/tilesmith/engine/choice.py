@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from tilesmith import _install
 from tilesmith.engine import torch_private, trial
 from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.engine.backends import REFERENCE, in_gluon, missing, triton_missing
-from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.kernel import Kernel, in_context
 from tilesmith.engine.registry import ops
 from tilesmith.hardware.detect import arch_of
 from tilesmith.settings import settings
@@ -229,13 +228,11 @@ def launches(kernel: Kernel, args: tuple, pin: str = "") -> trial.Launches:
     if kernel.plans is None or not args:
         return trial.Launches()
     first = next(a for a in args if isinstance(a, Tensor))
-    asked, said = inspect.signature(kernel.plans).parameters, {}
-    if "arch" in asked:
-        said["arch"] = arch_of(first.device)
-    if "config" in asked:
-        configure, fields = kernel.fn.configure, parse_pin(pin)[1]
-        said["config"] = configure.with_fields(args, fields, search=False) if fields else configure(args, search=False)
-    steps = kernel.plans(*args, **said).steps
+
+    def config() -> Any:
+        return kernel.fn.configure.with_fields(args, parse_pin(pin)[1], search=False)
+
+    steps = in_context(kernel.plans, args, lambda: arch_of(first.device), config).steps
     if steps is None:  # a launcher that cannot be rehearsed
         return trial.Launches()
     kernels = {step.kernel for step in steps}

@@ -83,6 +83,13 @@ def as_written(fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
     return run
 
 
+def in_context(function: Callable[..., Any], args: tuple, arch: Callable[[], Any], config: Callable[[], Any]) -> Any:
+    """function(*args), a kernel's tells or plans, with `arch` and `config` as far as its signature has them."""
+    known = inspect.signature(function).parameters
+    said = {name: made() for name, made in (("arch", arch), ("config", config)) if name in known}
+    return function(*args, **said)
+
+
 @dataclass(frozen=True)
 class Space:
     """The configurations of a kernel.
@@ -214,6 +221,8 @@ class _Configure:
         Raises ValueError for a field that there is not, and where no other fields make the values fit.
         """
         config, name = self(args, search), self.fn.__name__
+        if not fields:
+            return config
         wanted: dict[str, int] = {}
         for asked, value in fields.items():
             found = [f for f in config._fields if f == asked or f.endswith(f"_{asked}")]
@@ -242,7 +251,7 @@ class _Configure:
         self.arch = arch
         self._found.clear()  # its keys name devices
         try:
-            return self.with_fields(args, fields, search=False) if fields else self(args, search=False)
+            return self.with_fields(args, fields, search=False)
         finally:
             self.arch = here
             self._found.update(found)

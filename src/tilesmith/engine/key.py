@@ -1,4 +1,4 @@
-"""Key: all that a check or a kernel's launcher may look at, gathered by a function written out for one op.
+"""Key: what identifies a call, all that its check or its kernel's launcher may look at, by a generated function.
 
 The key of a call is made at every call. Which of the parameters are tensors follows from the signature, so the function
 is generated once and asks no argument what it is.

@@ -1,5 +1,4 @@
-"""What a run of a model for its costs changes: random numbers, gradients, buffers, training flags; how they are given
-back."""
+"""What a trial run of a model changes and how it is restored: random numbers, gradients, buffers, training flags."""
 
 from __future__ import annotations
 

@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 from torch.library import infer_schema
 
-from tilesmith.engine import ahead, inductor, torch_private, tracing
+from tilesmith.engine import ahead, explanation, inductor, torch_private, tracing
 from tilesmith.engine import sharding as sharding_rules
-from tilesmith.engine.arguments import always, binder, checked
+from tilesmith.engine.arguments import binder, checked
 from tilesmith.engine.autograd import Gradient, Way, has_tangents, no_forward_mode, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
-from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, parse_pin, pinned, tried
+from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, parse_pin, pinned
 from tilesmith.engine.kernel import Kernel, as_written
 from tilesmith.engine.key import Direct, Known, make_key
 from tilesmith.engine.metadata import TensorFacts, describer
 from tilesmith.engine.negated import asking
 from tilesmith.engine.registry import DECLARED, LIBRARY, ops
 from tilesmith.engine.replay import Ready, Replay
-from tilesmith.hardware.detect import Arch, arch_named, arch_of, assuming
+from tilesmith.engine.signatures import doc_of_users, of_users, without_config
+from tilesmith.engine.tracing import always
+from tilesmith.hardware.detect import Arch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -102,8 +104,8 @@ class Op:
         if "Tensor" not in self.types.partition("->")[0]:
             raise TypeError(f"{self.name} takes no tensor, so there is nothing to dispatch on")
         self._bind = binder(self.name, self.signature)  # not at the first call, which torch.compile may trace
-        self.__name__, self.__signature__ = self.name, _of_users(self.signature, self.public, internal)
-        self.__doc__ = _doc_of_users(self.name, self.__signature__, reference)
+        self.__name__, self.__signature__ = self.name, of_users(self.signature, self.public, internal)
+        self.__doc__ = doc_of_users(self.name, self.__signature__, reference)
         self.__module__ = reference.__module__
         self.autocast = tuple(self.parameters.index(n) for n in autocast)
         self.written = tuple(self.parameters.index(n) for n in self.mutates)
@@ -114,8 +116,8 @@ class Op:
         self._recent: dict[tuple, Ready] = {}
         self.door_function: Callable[..., Any] | None = None
         self._select = lru_cache(maxsize=512)(lambda call, pin, device: choose(self, call, pin, device))
-        self._fake = fake or reference
-        self._define(self._fake)
+        self.fake = fake or reference
+        self._define(self.fake)
         self.add_kernel(Kernel(self.name, REFERENCE, reference, 0))
         self.gradient = Gradient(self) if not self.mutates else None
         DECLARED[self.name] = self
@@ -147,7 +149,7 @@ class Op:
         """Add a kernel; TypeError when its types are not the reference's, ValueError when its rank is taken."""
         if kernel.backend != REFERENCE:
             try:
-                types = infer_schema(_without_config(kernel.fn), mutates_args=self.mutates)
+                types = infer_schema(without_config(kernel.fn), mutates_args=self.mutates)
             except ValueError as problem:  # torch says which parameter; not what the op expects there
                 raise TypeError(
                     f"kernel {kernel.backend!r} of {self.name}: "
@@ -341,7 +343,7 @@ class Op:
             raise ValueError(f"{self.name} is pinned to {pin}, but that kernel has no configuration to choose from")
         fn = kernel.fn if configure is None else configure.bind(args, fields)
         if kernel.backend == REFERENCE:
-            fn = as_written(fn, device.type) if device.type != "meta" else self._fake  # there are no values to look at
+            fn = as_written(fn, device.type) if device.type != "meta" else self.fake  # there are no values to look at
 
         def ready(fn: Callable[..., Any]) -> Ready:
             if device.type != "cuda":
@@ -377,95 +379,13 @@ class Op:
         arch: an architecture, or its name in `hardware/arch.toml`, in place of the tensors' device. gradient: of the
         op's gradient in its place. Raises ValueError for an unknown arch, and for an op whose gradient is no op.
         """
-        args = self.bind(args, kwargs)
-        if self.autocast:
-            args = self._autocast(args)
-        self.check(*args)
-        device = next(a.device for a in args if isinstance(a, Tensor))
-        where = arch_of(device) if arch is None else arch_named(arch) if isinstance(arch, str) else arch
-        if gradient:
-            return self._explained_gradient(args, device if arch is None else None, where)
-        if arch is not None:
-            return self._explained(args, None, where)
-        pin = pinned(self.name)
-        choice = choose(self, self._describe(*args), pin, device, args, ask=True)
-        if compiled and self.decompose is not None and not pin and self.when(*args):
-            note = "under torch.compile: traced as plain PyTorch, so that Inductor fuses it with its neighbours"
-            if self.when is not always:
-                note += ", if it is known then that its tensors are so small; else one opaque call"
-            return replace(choice, note=note)
-        notes = self._told(choice.kernel, args, where)
-        if compiled:
-            notes.append("under torch.compile: one opaque call")
-        elif self._hides(choice.kernel) and not (torch.is_grad_enabled() and True in self.gradient.needs(args)):
-            unseen = ", ".join(self.outputs[self.public :])
-            notes.append(f"no gradient is asked for, so nothing is stored for one: {unseen}")
-        if not compiled:
-            notes += self._repeated(args, pin)
-        notes += filter(None, [tried(choice.kernel, args, pin, device, ask=True).note])
-        return replace(choice, note="; ".join(notes))
-
-    def _explained(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
-        """The choice for tensors as if they were on `device`, or, without one, on any of an architecture."""
-        here = device or torch.device(_TYPES.get(arch.kind, "meta"))
-        with assuming(arch):
-            choice = choose(self, self.described(args, here, arch), pinned(self.name), device or arch, args, ask=True)
-            notes = self._told(choice.kernel, args, arch)
-            configure = getattr(choice.kernel.fn, "configure", None)
-            if configure is not None:
-                config = configure.on(arch, args, parse_pin(pinned(self.name))[1])
-                notes.append("configuration: " + ", ".join(f"{n} {value}" for n, value in config._asdict().items()))
-        return replace(choice, note="; ".join(notes))
+        return explanation.of_call(self, self.bind(args, kwargs), compiled, arch, gradient)
 
     def described(self, args: tuple, device: torch.device, arch: Any) -> Any:
         """The metadata of a call as if its tensors were on `device`, one of an architecture, wherever they are."""
         call = self._describe(*args)
         moved = [f._replace(device=device) if isinstance(f, TensorFacts) else f for f in call]
         return type(call)(*moved)._replace(arch=arch)
-
-    def _explained_gradient(self, args: tuple, device: torch.device | None, arch: Any) -> Choice:
-        """The choice for this call's gradient. Its arguments are made up, of no memory."""
-        if self.vjp is None:
-            raise ValueError(f"explain: the gradient of {self.name} has no kernels; its reference is differentiated")
-        return self.vjp._explained(self.gradient_arguments(args), device, arch)
-
-    def gradient_arguments(self, args: tuple, usual: bool = False) -> tuple:
-        """What the vjp of a call would be given, on meta: tensors without memory.
-
-        usual: gradients come in for the first output and those with as many dims, such as the sum of add_rms_norm, not
-        for statistics, such as attention's lse; else for all that are public.
-        """
-        made = {id(a): _unallocated(a) for a in args if isinstance(a, Tensor)}  # one tensor stays one
-        asked = {n: a.requires_grad for n, a in zip(self.parameters, args) if isinstance(a, Tensor)}
-        args = tuple(made.get(id(a), a) for a in args)
-        found = self._fake(*args)
-        outputs = dict(zip(self.outputs, found if isinstance(found, tuple) else (found,)))
-        dims = outputs[self.outputs[0]].ndim
-        grads = {f"d{n}": None if usual and x.ndim != dims else x for n, x in outputs.items()}
-        known = {**dict(zip(self.parameters, args)), **outputs, **grads}
-        wanted = [asked.get(n[1:], False) or (n[1:] in asked and not any(asked.values())) for n in self.vjp.outputs]
-        known |= {**self.vjp.defaults, "output_mask": wanted, "overwrite": usual}
-        return tuple(known[n] for n in self.vjp.parameters)
-
-    def _repeated(self, args: tuple, pin: str) -> list[str]:
-        """How this very call is repeated, if it was made before."""
-        try:
-            ready = self._recent.get(self._key(False, pin, *args))
-        except (TypeError, RuntimeError):  # as in `__call__`
-            return []
-        return [] if ready is None else (ready if ready.way or not ready.alone else ready.alone).told()
-
-    def _told(self, kernel: Kernel, args: tuple, arch: Any) -> list[str]:
-        asked, said = inspect.signature(kernel.tells).parameters, {}
-        if "arch" in asked:
-            said["arch"] = arch
-        if "config" in asked:
-            said["config"] = kernel.fn.configure.on(arch, args, parse_pin(pinned(self.name))[1])
-        return list(kernel.tells(*args, **said))
-
-    def _hides(self, kernel: Kernel) -> bool:
-        """Whether the kernel leaves out outputs that nobody will see."""
-        return getattr(getattr(kernel.fn, "configure", None), "hides", False)
 
     def __repr__(self) -> str:
         return f"Op({self.name}{self.__signature__}, kernels={list(self.backends())})"
@@ -477,50 +397,12 @@ class Op:
         return self
 
 
-def _unallocated(x: Tensor) -> Tensor:
-    """A tensor of x's shape, strides and dtype without memory."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
 def _find(name: str) -> Op:
     return ops()[name]
 
 
-def _of_users(signature: inspect.Signature, public: int, internal: Sequence[str]) -> inspect.Signature:
-    """The signature of a call by a user: without internal parameters and with the public outputs alone."""
-    returned = typing.get_args(signature.return_annotation)
-    annotation = signature.return_annotation
-    if returned and len(returned) > public:
-        annotation = returned[0] if public == 1 else tuple[returned[:public]]
-    kept = [p for name, p in signature.parameters.items() if name not in internal]
-    return signature.replace(parameters=kept, return_annotation=annotation)
-
-
-def _doc_of_users(name: str, signature: inspect.Signature, reference: Callable[..., Any]) -> str:
-    """How `help` shows the op: its call first, since `help` abbreviates what it knows of objects, then its meaning."""
-    meaning = inspect.cleandoc(reference.__doc__ or "").partition("\n\nFor kernels:")[0]
-    call = f"{name}{signature}".replace("torch.Tensor", "Tensor").replace("collections.abc.", "")
-    return f"{call}\n\n{meaning}".rstrip()
-
-
 _UNCHECKED = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)  # what an argument of no kind may cause
-# Rules ask the driver of a tensor on cuda, which may not be here; of a meta tensor they know as much as fits.
-_TYPES = {"mps": "mps", "cpu": "cpu"}
 _LOWERED = (torch.float32, torch.float16, torch.bfloat16)
 _functorch = torch_private.functorch
 _compiling = torch.compiler.is_compiling
 _any_autocast = torch_private.any_autocast
-
-
-def _without_config(fn: Callable[..., Any]) -> Callable[..., Any]:
-    inner = inspect.unwrap(fn)
-    signature = inspect.signature(inner)
-    if "config" not in signature.parameters:
-        return inner
-    of_op = [p for n, p in signature.parameters.items() if n not in ("config", "hidden")]
-
-    def shown():
-        raise NotImplementedError
-
-    shown.__signature__ = signature.replace(parameters=of_op)
-    return shown

@@ -1,4 +1,4 @@
-"""Replay: what a kernel's launcher did for one set of shapes, done again without asking.
+"""Replay: repeats what a kernel's launcher did for one set of shapes, without running the launcher.
 
 A launcher decides from shapes, strides and plain arguments, all of which are the key under which the op keeps its
 repeat calls. So the second call of a key is recorded (`engine.recording`), and a function is generated that does just

@@ -1,4 +1,4 @@
-"""Route: the way of a backward through the vjp, written out for one kind of call.
+"""Route: how saved tensors reach the vjp and its outputs the inputs' gradients, by functions that are generated.
 
 Which inputs and outputs are saved, which of them, plain argument or incoming gradient each parameter of the vjp takes,
 and where each of its outputs goes, follows from names alone. So it is generated once, as functions without loops or

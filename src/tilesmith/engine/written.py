@@ -1,4 +1,4 @@
-"""Functions written out as Python text, without loops or lookups, for what is known before they are called."""
+"""Functions generated as Python source for what is known before their calls, without loops or lookups."""
 
 from __future__ import annotations
 

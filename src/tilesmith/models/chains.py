@@ -1,4 +1,4 @@
-"""Blocks that a forward calls one behind the other, each with what the one before returned: recorded as one.
+"""Consecutive blocks of a forward, each called with what the one before returned: recorded as one.
 
 The call of the first of them replays all. The others are then handed what was computed, as long as they are called in
 that order with just that. `Trail` sees which blocks follow each other; `Progress` is a forward on its way along a

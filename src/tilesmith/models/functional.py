@@ -1,5 +1,5 @@
-"""Forwards that call functions of PyTorch for which the library has an op, and quantised layers: not replaced, but
-said, with what to do."""
+"""What `optimize` reports without replacing it: forwards that call PyTorch's functions where the library has an op, and
+quantised layers, each with what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a swapped module runs its own forward: where no kernel is, and where somebody watches what is passed over."""
+"""When a swapped module runs its original forward: no kernel for its device, or a hook that an op would bypass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that recordings know without keeping them, and buffers for what several blocks are given."""
+"""Tensors that recordings recognise without keeping them alive, and buffers for inputs that several blocks share."""
 
 from __future__ import annotations
 

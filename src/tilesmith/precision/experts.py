@@ -1,4 +1,4 @@
-"""Stacked experts in 8 bits, as a child that tells the module that holds it how."""
+"""Stacked experts in 8 bits: a child module that the module of the experts calls in place of its own computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Norms and gated MLPs that cast what they make, as children that tell the modules above them how."""
+"""Norms and gated MLPs that cast their outputs to 8 bits: child modules that are called in place of their parents' own
+computation."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 # What may be asked of a tensor without handing it to anybody who could write to it.
 _METADATA = frozenset({"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "size", "dim"})
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+BLOCKS = ("body", "orelse", "finalbody")  # fields of statements that hold statements
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)
 
 
@@ -23,6 +24,21 @@ class Use(NamedTuple):
     call: ast.Call
     others: str
     certain: bool
+
+
+class BlockTransformer(ast.NodeTransformer):
+    """Rewrites statements together with their neighbours: `block` is given each block of a tree, outer ones first."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for field in BLOCKS:
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                setattr(node, field, self.block(block))
+        return super().generic_visit(node)
+
+    def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements in the place of those of `block`, which are visited next."""
+        raise NotImplementedError
 
 
 def in_order(node: ast.AST, certain: bool = True) -> Iterator[tuple[ast.AST, bool]]:

@@ -1,4 +1,4 @@
-"""Whether somebody watches a module."""
+"""Whether hooks or a replaced forward observe a module."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def launched_by(name: str, backend: str, device: torch.device | str, case: Case,
     op, asked = whole(name), ops()[name]
     args, arch = op.bind((), case.build(torch.device(device), dtype, case.generator())), arch_of(device)
     with assuming(arch):
-        args = args if asked is op else op.gradient_arguments(args)
+        args = args if asked is op else op.gradient.arguments(args)
         kernel = asked.kernel(backend)
         return None if kernel.rejects(asked._describe(*args)._replace(arch=arch)) else launches(kernel, args)
 

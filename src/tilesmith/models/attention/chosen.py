@@ -1,5 +1,5 @@
-"""Which attention the configurations of a transformers model ask for: ours, or what they asked for before `optimize`
-while a forward must return attention weights or transformers accepts no other."""
+"""Which attention the configurations of a transformers model ask for: ours, or the one of before `optimize` while a
+forward must return attention weights or transformers accepts no other."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilesmith.models.attention.lock import ReaderWriterLock
 from tilesmith.models.attention.masks import TOLD
-from tilesmith.models.attention.turns import Turns
 from tilesmith.models.checkpoints import repeated_within
 from tilesmith.models.first_step import foreseen
 from tilesmith.rewrite import Form, given
 
 # Not a name with "flash" in it: transformers takes those for packages of FlashAttention.
 NAME = "tilesmith"
-_TURNS = "_tilesmith_turns"  # attribute of a model and of those within it: their lock, a `Turns`
+_LOCK = "_tilesmith_lock"  # attribute of a model and of those within it
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class ChosenForm(Form):
                     return whole(self, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return _telling(whole, self, args, kwargs, positions, within)
-            with turns(self).shared(), foreseen(whole, self, args, kwargs):
+            with lock_of(self).shared(), foreseen(whole, self, args, kwargs):
                 return whole(self, *args, **kwargs)
 
         return forward
 
     def leave(self, module: nn.Module) -> None:
-        module.__dict__.pop(_TURNS, None)
+        module.__dict__.pop(_LOCK, None)
 
     @contextlib.contextmanager
     def chosen(self, module: nn.Module) -> Iterator[None]:
         """Inside, the model's attention is what it was before, and no other thread runs the model."""
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else turns(module).alone():
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else lock_of(module).exclusive():
             ours = self.ours(module)
             try:
                 take_back(ours)
@@ -101,25 +101,25 @@ def take_back(ours: list[tuple[Any, str | None]]) -> None:
         config._attn_implementation_internal = implementation
 
 
-def turns(model: nn.Module) -> Turns:
+def lock_of(model: nn.Module) -> ReaderWriterLock:
     """The lock of a model."""
-    return model.__dict__.get(_TURNS) or model.__dict__.setdefault(_TURNS, Turns())
+    return model.__dict__.get(_LOCK) or model.__dict__.setdefault(_LOCK, ReaderWriterLock())
 
 
-def has_turns(model: nn.Module) -> bool:
+def has_lock(model: nn.Module) -> bool:
     """Whether a model has its lock already."""
-    return _TURNS in model.__dict__
+    return _LOCK in model.__dict__
 
 
-def share_turns(model: nn.Module, kind: type) -> None:
+def share_lock(model: nn.Module, kind: type) -> None:
     """Give a model and the models of a kind within it one lock: they have configurations in common."""
-    shared = Turns()
+    shared = ReaderWriterLock()
     for module in model.modules():
         if module is model or isinstance(module, kind):
-            module.__dict__[_TURNS] = shared
+            module.__dict__[_LOCK] = shared
 
 
-def drop_turns(model: nn.Module) -> None:
-    """Take back `share_turns`."""
+def drop_lock(model: nn.Module) -> None:
+    """Take back `share_lock`."""
     for module in model.modules():
-        module.__dict__.pop(_TURNS, None)
+        module.__dict__.pop(_LOCK, None)

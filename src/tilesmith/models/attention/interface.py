@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.models.attention.chosen import NAME, ChosenForm, drop_turns, has_turns, share_turns, take_back, turns
+from tilesmith.models.attention.chosen import NAME, ChosenForm, drop_lock, has_lock, lock_of, share_lock, take_back
 from tilesmith.models.attention.continuous import batching
 from tilesmith.models.attention.masks import KeyMask, causal_by_mask, key_mask
 from tilesmith.models.attention.modules import computes_mask, passes_block_lists, uses_interface
@@ -176,13 +176,13 @@ class AttentionForm(ChosenForm):
     def _released(self, module: nn.Module) -> Callable[[], None]:
         """Have the model's configurations ask for what they did before. The result makes them ask for ours again, if
         the model is still optimised then and nobody changed them meanwhile."""
-        with turns(module).alone():
+        with lock_of(module).exclusive():
             ours = self.ours(module)
             take_back(ours)
 
         def restore() -> None:
             if any(isinstance(form, AttentionForm) for form in forms(module)):
-                with turns(module).alone():
+                with lock_of(module).exclusive():
                     for config, implementation in ours:
                         if config._attn_implementation == implementation:
                             config._attn_implementation_internal = NAME
@@ -209,16 +209,16 @@ class AttentionForm(ChosenForm):
 
         _own_configuration(module)
         module.set_attn_implementation(NAME)
-        share_turns(module, PreTrainedModel)
+        share_lock(module, PreTrainedModel)
 
     def leave(self, module: nn.Module) -> None:
         from transformers import PreTrainedModel
 
-        drop_turns(module)
+        drop_lock(module)
         for part in module.modules():  # those that were optimised by themselves before
             ours = any(isinstance(form, AttentionForm) for form in forms(part))
-            if part is not module and ours and not has_turns(part):
-                share_turns(part, PreTrainedModel)
+            if part is not module and ours and not has_lock(part):
+                share_lock(part, PreTrainedModel)
         take_back(self.ours(module))
 
 

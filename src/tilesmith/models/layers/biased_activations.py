@@ -18,6 +18,7 @@ from tilesmith import ops
 from tilesmith.models.layers.activations import ActivationForm
 from tilesmith.models.layers.biases import BiasForm, product, served
 from tilesmith.models.layers.residuals import AddNormForm
+from tilesmith.models.layers.residuals_spelling import assignment
 from tilesmith.models.reach import has_settings, observed, ran, reaches
 from tilesmith.rewrite import (
     CannotRespell,
@@ -26,6 +27,7 @@ from tilesmith.rewrite import (
     Rule,
     Site,
     Skip,
+    flow,
     forms,
     original_class,
     parse,
@@ -130,7 +132,7 @@ def _joined(cls: type, layers: tuple[str, ...], activations: tuple[str, ...]) ->
     return tuple(dict.fromkeys(joiner.joined))
 
 
-class _Joiner(ast.NodeTransformer):
+class _Joiner(flow.BlockTransformer):
     """Rewrites `self.act(self.layer(x))`, and `h = self.layer(x)` right before `h = self.act(h)`. joined: the layers
     of both."""
 
@@ -138,23 +140,16 @@ class _Joiner(ast.NodeTransformer):
         self.layers, self.activations = layers, activations
         self.joined: list[str] = []
 
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            if isinstance(block, list):
-                setattr(node, field, self._block(block))
-        return super().generic_visit(node)
-
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if self._called(node, self.activations) and self._called(node.args[0], self.layers):
             return self.generic_visit(self._call(node, node.args[0]))
         return self.generic_visit(node)
 
-    def _block(self, block: list[ast.stmt]) -> list[ast.stmt]:
+    def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
         made: list[ast.stmt] = []
         for statement in block:
-            name, value = _assignment(statement)
-            before, layer = _assignment(made[-1]) if made else (None, None)
+            name, value = assignment(statement)
+            before, layer = assignment(made[-1]) if made else (None, None)
             takes = self._called(value, self.activations) and isinstance(value.args[0], ast.Name)
             if takes and name == before == value.args[0].id and self._called(layer, self.layers):
                 made.pop()
@@ -175,10 +170,3 @@ class _Joiner(ast.NodeTransformer):
         given = [ast.Name("self", ast.Load()), layer.func, activation.func, layer.args[0]]
         made = ast.Call(ast.Name(_CALL, ast.Load()), given, [])
         return ast.fix_missing_locations(ast.copy_location(made, activation))
-
-
-def _assignment(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
-    """The one plain name that a statement binds, and its value."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        return statement.targets[0].id, statement.value
-    return None, None

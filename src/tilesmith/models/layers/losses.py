@@ -1,4 +1,4 @@
-"""The output layer of a language model and its loss: the cross-entropy of logits that nobody computes."""
+"""The output layer of a language model and its loss: cross-entropy without computing the logits."""
 
 from __future__ import annotations
 

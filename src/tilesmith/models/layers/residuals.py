@@ -207,7 +207,7 @@ def _decide(cls: type, norms: _Norms, drops: tuple[str, ...]) -> Replace | Skip 
     return Replace(form, tuple(dict.fromkeys(used)), told)
 
 
-class Fuser(ast.NodeTransformer):
+class Fuser(flow.BlockTransformer):
     """Rewrites the syntax tree of a forward in place. fused: the norm of each fused place; dropping: whether a dropout
     is fused there, too; lost: in words, each sum that goes into a norm and could not be fused.
 
@@ -231,13 +231,6 @@ class Fuser(ast.NodeTransformer):
         self.fused.append(name)
         self.dropping.append(operands.dropout is not None)
 
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            if isinstance(block, list):
-                setattr(node, field, self._block(block))
-        return super().generic_visit(node)
-
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name, operands = self.spelling.norm_of(node), None
         if name is not None:
@@ -252,7 +245,7 @@ class Fuser(ast.NodeTransformer):
         first = ast.Subscript(_call(name, at.func, operands), ast.Constant(0), ast.Load())
         return ast.fix_missing_locations(ast.copy_location(first, at))
 
-    def _block(self, block: list[ast.stmt]) -> list[ast.stmt]:
+    def block(self, block: list[ast.stmt]) -> list[ast.stmt]:
         made: list[ast.stmt] = []
         while block:
             total, value = assignment(block[0])

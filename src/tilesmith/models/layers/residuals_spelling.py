@@ -18,7 +18,6 @@ import torch
 
 from tilesmith.rewrite import flow
 
-_BLOCKS = ("body", "orelse", "finalbody")
 _READ = (ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator)  # what computes nothing
 
 
@@ -66,7 +65,7 @@ class Spelling:
         _call_self(tree)
         _Calls(self).visit(tree)
         for node in list(ast.walk(tree)):
-            for field in _BLOCKS:
+            for field in flow.BLOCKS:
                 block = getattr(node, field, None)
                 if isinstance(block, list):
                     setattr(node, field, [made for statement in block for made in _split(statement)])
@@ -85,7 +84,7 @@ class Spelling:
         """Add to `taken` the norms that `block` calls with what may be a sum. sums: the names that may be one, kept up
         to date; within: the kinds of statements around `block`."""
         for statement in block:
-            inner = [getattr(statement, field) for field in _BLOCKS if getattr(statement, field, None)]
+            inner = [getattr(statement, field) for field in flow.BLOCKS if getattr(statement, field, None)]
             for part in inner * 2:  # a loop hands names on to its next turn
                 self._spread(part, sums, taken, (*within, type(statement)))
             if inner:

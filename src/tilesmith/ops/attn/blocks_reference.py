@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.ops.attn.reference import scale_of
 from tilesmith.ops.attn.visibility import visibility
 
 
@@ -56,7 +57,7 @@ def block_scores_vjp(
     # in a block without pairs exp(-inf - 0) = 0
     base = torch.where(scores > float("-inf"), scores, 0.0).to(acc)
     ds = torch.exp(pairs - _spread(base, block_q, block_k, sizes)) * _spread(dscores.to(acc), block_q, block_k, sizes)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = scale_of(q, scale)
     dq, dk = q.new_empty(0), k.new_empty(0)
     if output_mask[0]:
         dq = (ds @ k.to(acc).repeat_interleave(group, 1) * factor).to(q.dtype).contiguous()
@@ -96,7 +97,7 @@ def block_max_scores_vjp(
     Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
     """
     acc, group = _acc(q), q.shape[1] // k.shape[1]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = scale_of(q, scale)
     wide_q, wide_k = q.to(acc), k.to(acc).repeat_interleave(group, 1)
     ds = torch.where(scores > float("-inf"), dscores, 0.0).to(acc) * factor
     dq, dk = torch.zeros_like(wide_q), torch.zeros_like(wide_k)
@@ -290,7 +291,7 @@ def stretch_means(x: Tensor, stretch: int) -> Tensor:
 def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool, behind: int = 0) -> Tensor:
     """Scaled scores [B, H, T, S], -inf where not visible. behind: how many queries come after those of q."""
     acc, group = _acc(q), q.shape[1] // k.shape[1]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = scale_of(q, scale)
     scores = q.to(acc) @ k.to(acc).repeat_interleave(group, 1).transpose(-1, -2) * factor
     if not causal:
         return scores

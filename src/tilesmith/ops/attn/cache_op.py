@@ -1,4 +1,4 @@
-"""The KV-cache family: what kv_cache_append is, what it accepts and which kernels it has.
+"""kv_cache_append, which writes new keys and values into a cache: what it accepts and which kernels it has.
 
 Legend: B batch rows, T new tokens of a row, H query heads, G kv heads, D head dim, R <= D rotated features of a head,
 S slots of a contiguous cache.

@@ -1,4 +1,4 @@
-"""What kv_cache_append means, in plain PyTorch."""
+"""kv_cache_append in plain PyTorch: new keys, rotated if asked, and values are written into a cache."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""expand_kv: what it accepts, its gradient and its kernels.
+"""expand_kv, which makes keys and values of all heads for latent attention: what it accepts, its gradient, its kernels.
 
 Legend: B batch rows, T tokens of a row, H heads, N features of a key that are its head's own, R those that all heads
 share, V values.

@@ -1,4 +1,4 @@
-"""What expand_kv means, in plain PyTorch."""
+"""expand_kv in plain PyTorch: keys of latent attention, each joined of a head's own part and the shared one; values."""
 
 from collections.abc import Sequence
 

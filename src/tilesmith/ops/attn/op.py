@@ -241,7 +241,7 @@ def attention(
     q, k, v = (with_unit_stride(x) for x in (q, k, v))
     if not _between_kernels(q, k, v, given):
         return attention_op(q, k, v, seed=seed, dropout_p=dropout_p, **given)
-    given["scale"] = q.shape[3] ** -0.5 if score.scale is None else score.scale
+    given["scale"] = reference.scale_of(q, score.scale)
     padded = (F.pad(x, (0, _columns(x) - x.shape[3])) for x in (q, k, v))
     out, lse = attention_op(*padded, seed=seed, dropout_p=dropout_p, **given)
     return out[..., : v.shape[3]], lse

@@ -106,7 +106,7 @@ def attention(call) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(float("-inf"))
     config = _config(dim, q.dtype, q.device, backend_of(q.device), call.causal)
     scalars = {"n_q": tokens, "n_kv": keys, "heads": heads, "kv_heads": kv_heads}
-    scalars["scale"] = dim**-0.5 if call.scale is None else call.scale
+    scalars["scale"] = reference.scale_of(q, call.scale)
     ir = create_flash_attention_kernel(config)
     whole = (q, k, v, out, lse)
     # a grid's axis is no longer than MAX_GROUPS

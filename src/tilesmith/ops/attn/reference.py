@@ -418,9 +418,14 @@ def _slopes(alibi: Tensor | None, cu_seqlens_q: Tensor | None, tokens: int) -> T
     return slopes_of_tokens(alibi, cu_seqlens_q, tokens).t()[None, :, :, None]
 
 
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The factor of q . k in a score: the call's scale, or 1 / sqrt(D) if that is None."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
 def _scores(values: _Values, bias, slopes, position_q, position_k, visible, scale, softcap):
     """Scores, -inf where not visible, and their derivative by q . k."""
-    slope = values.q.shape[-1] ** -0.5 if scale is None else scale
+    slope = scale_of(values.q, scale)
     scores = (values.q @ values.k.transpose(-1, -2)) * slope
     if softcap > 0.0:
         bent = torch.tanh(scores / softcap)

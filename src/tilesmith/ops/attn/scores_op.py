@@ -1,4 +1,4 @@
-"""The scores family: what attention_weights and attention_stats are, what they accept and which kernels they have.
+"""attention_weights and attention_stats: what they are, what they accept and which kernels they have.
 
 Legend: B batch, T query tokens, S key tokens, H query heads, G kv heads (H % G == 0), D head dim.
 """

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.ops.attn.reference import scale_of
+
 
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor, scale: float | None = None, causal: bool = False) -> Tensor:
     """The softmax weights that `attention` leaves as `lse`: exp(scale q . k - lse), whole in memory.
@@ -42,7 +44,7 @@ def attention_weights_vjp(
     acc = _acc(q)
     scores = _scores(q, k, scale, causal)
     ds = _probabilities(scores, lse) * dweights.to(acc)
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = scale_of(q, scale)
     group = q.shape[1] // k.shape[1]
     dq, dk, dlse = q.new_empty(0), k.new_empty(0), lse.new_empty(0)
     if output_mask[0]:
@@ -81,7 +83,7 @@ def _heads(k: Tensor, group: int) -> Tensor:
 def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool) -> Tensor:
     """Scaled scores [B, H, T, S], -inf where not visible."""
     acc, group = _acc(q), q.shape[1] // k.shape[1]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = scale_of(q, scale)
     scores = q.to(acc) @ _heads(k.to(acc), group).transpose(-1, -2) * factor
     if not causal:
         return scores

@@ -1,4 +1,4 @@
-"""The gate family: what the activations are, what they accept and which kernels they have.
+"""The elementwise family: what the activations are, what they accept and which kernels they have.
 
 Legend: F features, the last dim; all ops work element by element.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 from tilesmith.device import portable
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import floating
-from tilesmith.engine.arguments import small
+from tilesmith.engine.tracing import small
 from tilesmith.ops.elementwise import reference
 
 TRITON = {"triton": "tilesmith.ops.elementwise.triton.activations"}

@@ -1,4 +1,4 @@
-"""Portable kernels of the gate family."""
+"""Portable kernels of the elementwise family."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -12,6 +12,7 @@ from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.loss import distill_reference as reference
 from tilesmith.ops.loss import distill_sharding as sharding
+from tilesmith.ops.loss import fakes
 from tilesmith.ops.loss.checks import INTEGERS, check_ignored
 from tilesmith.ops.loss.distill_arguments import (
     jsd_vjp_arguments,
@@ -84,17 +85,8 @@ def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty((), dtype=_acc(x)),
         x.new_empty(2, dtype=_acc(x)),
-        x.new_empty(x.shape if mask[0] else 0),
-        weight.new_empty(weight.shape if mask[1] else 0, dtype=saved_dtype(weight)),
-        x.new_empty(weight.shape[0] if mask[2] else 0, dtype=_acc(x)),
+        *fakes.gradients_now(x, weight, mask, saved_dtype(weight)),
     )
-
-
-@linear_distillation_vjp_arguments
-def _fake_linear_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = (call.x, call.weight, call.weight[:, 0] if call.bias is None else call.bias)
-    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, call.output_mask))
-    return dx, dweight, dbias
 
 
 def _check_kl(x: Tensor, target: Tensor, reduction: str, log_target: bool, eps: float) -> None:
@@ -245,7 +237,10 @@ tvd = LossWithGradients(
 )
 
 linear_distillation_vjp = Op(
-    reference.linear_distillation_vjp, fake=_fake_linear_vjp, outputs=("dx", "dweight", "dbias"), kernels=_CHUNKED
+    reference.linear_distillation_vjp,
+    fake=linear_distillation_vjp_arguments(fakes.linear_vjp),
+    outputs=("dx", "dweight", "dbias"),
+    kernels=_CHUNKED,
 )
 linear_distillation = LossWithGradients(
     reference.linear_distillation,

@@ -18,7 +18,7 @@ from tilesmith.engine.memory import ChunkedOp
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
 from tilesmith.hardware.detect import Arch
-from tilesmith.ops.loss import checks, reference, sharded
+from tilesmith.ops.loss import checks, fakes, reference, sharded
 from tilesmith.ops.loss.arguments import (
     cross_entropy_arguments,
     cross_entropy_vjp_arguments,
@@ -55,19 +55,10 @@ def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
     keeps = reference.keeps_logit_grad(call.grad_mask, reduction, call.mode)
     return (
         *_fake_loss(x, call.target, reduction),
-        x.new_empty(x.shape if mask[0] else 0),
-        weight.new_empty(weight.shape if mask[1] else 0, dtype=reference.summed_dtype(weight, call.accumulate_fp32)),
-        x.new_empty(weight.shape[0] if mask[2] else 0, dtype=_acc(x)),
+        *fakes.gradients_now(x, weight, mask, reference.summed_dtype(weight, call.accumulate_fp32)),
         empty_rows(x, call.target.shape, weight.shape[0]) if keeps else x.new_empty(0),
         x.new_empty(call.target.shape if keeps else 0, dtype=_acc(x)),
     )
-
-
-@linear_cross_entropy_vjp_arguments
-def _fake_linear_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = (call.x, call.weight, call.weight[:, 0] if call.bias is None else call.bias)
-    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, call.output_mask))
-    return dx, dweight, dbias
 
 
 def _describer(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +147,7 @@ cross_entropy = Op(
 
 linear_cross_entropy_vjp = Op(
     reference.linear_cross_entropy_vjp,
-    fake=_fake_linear_vjp,
+    fake=linear_cross_entropy_vjp_arguments(fakes.linear_vjp),
     outputs=("dx", "dweight", "dbias"),
     kernels=_LINEAR_KERNELS,
 )

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import attributed_to, floating
+from tilesmith.ops.loss import fakes, sharded
 from tilesmith.ops.loss import preference_reference as reference
-from tilesmith.ops.loss import sharded
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
 from tilesmith.ops.loss.checks import INTEGERS, check_ignored
 from tilesmith.ops.loss.formulas import FORMULAS
@@ -28,17 +28,8 @@ def _fake(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     return (
         x.new_empty((), dtype=acc),
         *per_token,
-        x.new_empty(x.shape if mask[0] else 0),
-        weight.new_empty(weight.shape if mask[1] else 0, dtype=saved_dtype(weight)),
-        x.new_empty(weight.shape[0] if mask[2] else 0, dtype=acc),
+        *fakes.gradients_now(x, weight, mask, saved_dtype(weight)),
     )
-
-
-@linear_preference_vjp_arguments
-def _fake_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = (call.x, call.weight, call.weight[:, 0] if call.bias is None else call.bias)
-    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, call.output_mask))
-    return dx, dweight, dbias
 
 
 @linear_preference_arguments
@@ -104,7 +95,7 @@ _KERNELS = {"triton": "tilesmith.ops.loss.triton.preference", "chunked": "tilesm
 
 linear_preference_vjp = Op(
     reference.linear_preference_vjp,
-    fake=_fake_vjp,
+    fake=linear_preference_vjp_arguments(fakes.linear_vjp),
     outputs=("dx", "dweight", "dbias"),
     kernels=_KERNELS,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import attributed_to
+from tilesmith.ops.loss import fakes
 from tilesmith.ops.loss import token_stats_reference as reference
 from tilesmith.ops.loss.arguments import (
     linear_token_stats_arguments,
@@ -37,13 +38,6 @@ def _fake_stats(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 @linear_token_stats_arguments
 def _fake(call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _fake_stats(call.x, call.target)
-
-
-@linear_token_stats_vjp_arguments
-def _fake_vjp(call) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = (call.x, call.weight, call.weight[:, 0] if call.bias is None else call.bias)
-    dx, dweight, dbias = (t.new_empty(t.shape if wanted else 0) for t, wanted in zip(inputs, call.output_mask))
-    return dx, dweight, dbias
 
 
 def _check(x, weight, target, bias, ignore_index, scale, softcap, chunk_tokens, accumulate_fp32) -> None:
@@ -90,7 +84,7 @@ token_stats = Op(
 
 linear_token_stats_vjp = Op(
     reference.linear_token_stats_vjp,
-    fake=_fake_vjp,
+    fake=linear_token_stats_vjp_arguments(fakes.linear_vjp),
     outputs=("dx", "dweight", "dbias"),
     kernels=_KERNELS,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilesmith.device.rows import dense, rows
 from tilesmith.engine import cdiv, launch, next_power_of_2
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.moe import steps
+from tilesmith.ops.moe import plan, steps
 from tilesmith.ops.moe.fp8_kernels import (
     experts_activation_cast_kernel,
     experts_gradient_cast_kernel,
@@ -28,6 +28,17 @@ SUMS = 2.0**-13
 # What comes of such a sum may be cast to the neighbouring one of 8 bits, up to 2^-3 away: of a product of 16 features
 # that is 2^-3 of one of 16 terms, beside a largest result of about three times the root of their number.
 NEIGHBOUR = 2.0**-6
+
+
+def dims(x8: Tensor, x_factor: Tensor, gate_up8: Tensor, factor: Tensor, down8: Tensor, *rest: Any) -> dict[str, int]:
+    """The sizes of a call of experts_fp8 by which its configuration is chosen."""
+    return plan.dims(rest[1].numel(), gate_up8.shape[0], x8.shape[-1], down8.shape[2])
+
+
+def dims_vjp(*args: Any) -> dict[str, int]:
+    """The same of a call of its gradients."""
+    down8_t, indices = args[8], args[10]
+    return plan.dims(indices.numel(), down8_t.shape[0], down8_t.shape[2], down8_t.shape[1])
 
 
 def reasons(call: Any) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, rows
 from tilesmith.engine import cdiv, launch, next_power_of_2
-from tilesmith.ops.moe import adapters
+from tilesmith.ops.moe import adapters, plan
 from tilesmith.ops.moe.gradient_kernels import (
     bias_gradient_kernel,
     pre_gradient_kernel,
@@ -21,6 +21,16 @@ from tilesmith.ops.moe.index import Groups, group
 from tilesmith.ops.moe.kernels import combine_kernel, rows_kernel
 from tilesmith.ops.moe.plan import BackwardConfig
 from tilesmith.ops.moe.reference import GATED
+
+
+def dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) -> dict[str, int]:
+    """The sizes of a call of experts by which its configuration is chosen."""
+    return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
+
+
+def dims_vjp(dy: Tensor, *args: Any) -> dict[str, int]:
+    """The same of a call of its gradients."""
+    return dims(*args)
 
 
 def reasons(call: Any) -> list[str]:

@@ -12,9 +12,9 @@ from tilesmith.device import portable
 from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import floating, one_device
-from tilesmith.engine.arguments import small
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.sharding import spread
+from tilesmith.engine.tracing import small
 from tilesmith.ops.norm import reference
 from tilesmith.ops.norm.arguments import (
     add_layer_norm_vjp_arguments,

@@ -1,5 +1,5 @@
-"""What a consumer of attention's backward on Hopper (`hopper_backward`) does with a block of queries where dq is made
-late, beside the scores of the block behind it; and what all blocks have in common: a mask, the rows' numbers, a place
+"""How a consumer of attention's backward on Hopper (`hopper_backward`) processes a block of queries where dq is made
+late, beside the scores of the next block; and what all blocks have in common: a mask, the rows' numbers, a place
 for dq, the barriers.
 """
 

@@ -125,7 +125,7 @@ UNSERVED = {
 
 def score_factors(call) -> tuple[float, float]:
     """By what products of queries and keys are multiplied before the softcap's tanh (0: there is none), and then."""
-    scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
+    scale = reference.scale_of(call.q, call.scale)
     return (scale / call.softcap, call.softcap * LOG2E) if call.softcap > 0.0 else (0.0, scale * LOG2E)
 
 

@@ -37,7 +37,7 @@ from tilesmith.ops.attn.plan.configs import HopperVjpConfig
 from tilesmith.ops.attn.plan.hopper_backward import hopper_backward
 from tilesmith.ops.attn.plan.hopper_backward_tiles import is_narrow_vjp
 from tilesmith.ops.attn.plan.shape import window_of
-from tilesmith.ops.attn.reference import gradient_like
+from tilesmith.ops.attn.reference import gradient_like, scale_of
 
 KERNELS = {
     "query_tiles_kernel": query_tiles_kernel,
@@ -138,7 +138,7 @@ def _tensors(call, plan: Plan, gradients: dict[str, Tensor], dsinks: Tensor) -> 
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
     given = call_tensors(call, out, call.lse) | gradients
-    factor = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
+    factor = scale_of(call.q, call.scale)
     kept = None
     if call.dropout_p > 0.0:
         kept = 1.0 / kernel_numbers(call.dropout_p)[1]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.attn.reference import scale_of
 
 LOG2_E = 1.4426950408889634
 MEANS = 8  # of a program: as many loads of 16 bytes a thread as there are tokens in a mean
@@ -259,7 +260,7 @@ def block_shares(
     if shares.numel() == 0:
         return shares
     of_queries = stretches if query_stretches is None else query_stretches
-    scale = LOG2_E * (q.shape[3] ** -0.5 if scale is None else scale)
+    scale = LOG2_E * scale_of(q, scale)
     means = _means(q, k, (block // of_queries, block // stretches), (query_stride, key_stride))
     group, (tokens, dim), keys = q.shape[1] // k.shape[1], means.q.shape[2:], means.k.shape[2]
     key_tiles, tiles = cdiv(keys, config.block_n), cdiv(tokens, config.block_m)

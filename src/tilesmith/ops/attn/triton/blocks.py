@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.attn.reference import scale_of
 from tilesmith.ops.attn.triton.block_choice import listed
 
 LOG2_E = 1.4426950408889634
@@ -393,7 +394,7 @@ def launch_arguments(
     return {
         "q_ptr": q, "k_ptr": k, "q_strides": q.stride(), "k_strides": k.stride(), "heads": q.shape[1],
         "tokens": q.shape[2], "keys": k.shape[2], "rows": cdiv(q.shape[2], block_q),
-        "columns": cdiv(k.shape[2], block_k), "scale": dim**-0.5 if scale is None else scale,
+        "columns": cdiv(k.shape[2], block_k), "scale": scale_of(q, scale),
         "GROUP": q.shape[1] // k.shape[1], "DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "LIST_Q": block_q,
         "LIST_K": block_k, "CAUSAL": causal,
     }  # fmt: skip

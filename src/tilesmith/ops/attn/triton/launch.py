@@ -23,7 +23,7 @@ def call_tensors(call) -> dict[str, Any]:
     q, k, mask = call.q, call.k, call.mask
     batch, heads = q.shape[:2]
     whole = (*q.shape[:3], k.shape[2])
-    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+    scale = reference.scale_of(q, call.scale)
     capped = call.softcap > 0.0
     mask = None if mask is None else mask.view(torch.uint8).expand(whole)
     below, keep = kernel_numbers(call.dropout_p) if call.dropout_p > 0.0 else (0, 1.0)

@@ -144,7 +144,7 @@ def _tensors(call, plan: Plan, out: Tensor, lse: Tensor) -> dict[str, Any]:
         "sinks": dense(call.sinks), "lengths": dense(call.kv_lengths), "page_table": dense(call.page_table),
         "k_scale_strides": _broadcast_strides(call.k_scale), "v_scale_strides": _broadcast_strides(call.v_scale),
         "mask_strides": _broadcast_strides(call.mask), "softcap": call.softcap, "PAGE_SIZE": k.shape[2],
-        "scale": q.shape[3] ** -0.5 if call.scale is None else call.scale,
+        "scale": reference.scale_of(q, call.scale),
         "out_split": 0, "out_row": row, "out_head": head, "out_token": token, "part_split": lse.numel() * dim_v,
         "part_row": heads * tokens * dim_v, "part_head": tokens * dim_v, "part_token": dim_v,
     }  # fmt: skip

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
+from tilesmith.ops.attn.reference import scale_of
 
 
 @triton.jit
@@ -235,7 +236,7 @@ def _shared(q: Tensor, k: Tensor, scale: float | None, causal: bool, config: Sco
     dim = q.shape[3]
     return {
         "q_ptr": q, "k_ptr": k, "q_strides": q.stride(), "k_strides": k.stride(),
-        "heads": q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "scale": dim**-0.5 if scale is None else scale,
+        "heads": q.shape[1], "tokens": q.shape[2], "keys": k.shape[2], "scale": scale_of(q, scale),
         "GROUP": q.shape[1] // k.shape[1], "DIM": dim, "BLOCK_D": max(16, next_power_of_2(dim)), "CAUSAL": causal,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "num_warps": config.num_warps, "num_stages": config.num_stages,

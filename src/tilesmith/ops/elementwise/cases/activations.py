@@ -1,4 +1,4 @@
-"""Example inputs of the gate family."""
+"""Example inputs of the elementwise family."""
 
 from collections.abc import Sequence
 

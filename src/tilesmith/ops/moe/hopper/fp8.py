@@ -11,7 +11,7 @@ from tilesmith.device.alignment import aligned
 from tilesmith.device.rows import rows
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops.moe import fp8_plan, fp8_steps, plan
+from tilesmith.ops.moe import fp8_plan, fp8_steps
 from tilesmith.ops.moe.arguments import experts_fp8_arguments, experts_vjp_fp8_arguments
 from tilesmith.ops.moe.fp8_plan import HopperFp8BackwardConfig, HopperFp8Config
 from tilesmith.ops.moe.hopper import launch as plain
@@ -29,20 +29,10 @@ from tilesmith.ops.moe.index import Groups, group
 from tilesmith.ops.moe.plan import HOPPER_ROWS
 from tilesmith.ops.quant.reference import OUTPUTS
 
-
-def _dims(x8: Tensor, x_factor: Tensor, gate_up8: Tensor, factor: Tensor, down8: Tensor, *rest: Any) -> dict[str, int]:
-    return plan.dims(rest[1].numel(), gate_up8.shape[0], x8.shape[-1], down8.shape[2])
-
-
-def _dims_vjp(*args: Any) -> dict[str, int]:
-    down8_t, indices = args[8], args[10]
-    return plan.dims(indices.numel(), down8_t.shape[0], down8_t.shape[2], down8_t.shape[1])
-
-
 CHOICES = {"num_stages": (3, 4), "group_m": (4, 8, 16)}
-SPACE = Space(_dims, fp8_plan.forward, CHOICES, fp8_plan.fit)
+SPACE = Space(fp8_steps.dims, fp8_plan.forward, CHOICES, fp8_plan.fit)
 SPACE_VJP = Space(
-    _dims_vjp, fp8_plan.backward, {**CHOICES, "weight_n": (128, 256), "weight_stages": (3, 4, 6)}, fp8_plan.fit
+    fp8_steps.dims_vjp, fp8_plan.backward, {**CHOICES, "weight_n": (128, 256), "weight_stages": (3, 4, 6)}, fp8_plan.fit
 )
 
 

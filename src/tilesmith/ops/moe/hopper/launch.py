@@ -23,15 +23,11 @@ from tilesmith.ops.moe.plan import HOPPER_LEAST, HOPPER_PRE, HOPPER_ROWS, Hopper
 RANK = 25
 
 
-def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) -> dict[str, int]:
-    return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
-
-
 SPACE = Space(
-    _dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "consumers": (2, 3)}, plan.hopper_fit
+    steps.dims, plan.hopper_forward, {"num_stages": (3, 4), "group_m": (4, 8, 16), "consumers": (2, 3)}, plan.hopper_fit
 )
 SPACE_VJP = Space(
-    lambda dy, *args: _dims(*args),
+    steps.dims_vjp,
     plan.hopper_backward,
     {
         "weight_n": (128, 256),
@@ -66,7 +62,7 @@ def _reasons(call: Any) -> list[str]:
 
 
 def _tells(*args: Any, consumers: int, backward: bool) -> list[str]:
-    found = plan.hopper_times(_dims(*args), arch_of(args[0].device), backward)
+    found = plan.hopper_times(steps.dims(*args), arch_of(args[0].device), backward)
     predicted = ", ".join(f"{1e6 * seconds:.0f} us by {rows}" for rows, seconds in found.items())
     which = "x's gradient" if backward else "gate, up and down"
     return [

@@ -20,18 +20,9 @@ from tilesmith.ops.quant.reference import OUTPUTS
 TILES = {"block_m": (64, 128), "block_n": (128, 256), "block_k": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
 
 
-def _dims(x8: Tensor, x_factor: Tensor, gate_up8: Tensor, factor: Tensor, down8: Tensor, *rest: Any) -> dict[str, int]:
-    return plan.dims(rest[1].numel(), gate_up8.shape[0], x8.shape[-1], down8.shape[2])
-
-
-def _dims_vjp(*args: Any) -> dict[str, int]:
-    down8_t, indices = args[8], args[10]
-    return plan.dims(indices.numel(), down8_t.shape[0], down8_t.shape[2], down8_t.shape[1])
-
-
-FORWARD_SPACE = Space(_dims, plan.forward, TILES)
+FORWARD_SPACE = Space(fp8_steps.dims, plan.forward, TILES)
 BACKWARD_SPACE = Space(
-    _dims_vjp, plan.backward,
+    fp8_steps.dims_vjp, plan.backward,
     {**TILES, "rows_n": (128, 256), "weight_m": (64, 128), "weight_n": (128, 256), "weight_k": (32, 64)},
 )  # fmt: skip
 

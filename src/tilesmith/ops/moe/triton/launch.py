@@ -16,19 +16,10 @@ from tilesmith.ops.moe.kernels import gate_up_kernel
 from tilesmith.ops.moe.plan import FEW, BackwardConfig, FewConfig, ForwardConfig
 from tilesmith.ops.moe.triton.few import few_experts
 
-
-def _dims(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any) -> dict[str, int]:
-    return plan.dims(indices.numel(), gate_up.shape[0], x.shape[-1], down.shape[2])
-
-
-def _dims_vjp(dy: Tensor, *args: Any) -> dict[str, int]:
-    return _dims(*args)
-
-
 TILES = {"block_m": (64, 128), "block_n": (128, 256), "block_k": (32, 64), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
-FORWARD_SPACE = Space(_dims, plan.forward, {**TILES, "down_n": (128, 256)})
+FORWARD_SPACE = Space(steps.dims, plan.forward, {**TILES, "down_n": (128, 256)})
 BACKWARD_SPACE = Space(
-    _dims_vjp,
+    steps.dims_vjp,
     plan.backward,
     {**TILES, "rows_n": (128, 256), "weight_m": (64, 128), "weight_n": (128, 256), "weight_k": (32, 64)},
 )
@@ -45,7 +36,7 @@ def _tells(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, *_: Any, c
 
 def _few(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, adapted: bool) -> FewConfig | None:
     """The configuration of the kernels for few pairs, where they serve the call."""
-    sizes, top_k, arch = _dims(x, gate_up, down, indices), indices.shape[-1], arch_of(x.device)
+    sizes, top_k, arch = steps.dims(x, gate_up, down, indices), indices.shape[-1], arch_of(x.device)
     return plan.few(sizes, top_k, arch, x.dtype, adapted, (gate_up.stride(2) == 1, down.stride(2) == 1))
 
 
