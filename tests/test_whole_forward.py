@@ -16,9 +16,9 @@ import tilesmith
 from optimize_models import batch, build, checkpoint_layers, ops_everywhere  # noqa: F401
 from test_graphs import Operators, Repeater, _recorder  # noqa: F401
 from tilesmith.models import graphs, whole_forward
-from tilesmith.models.attention import masks
+from tilesmith.models.attention import mask_values, masks
 from tilesmith.models.attention.masks import KeyMask, unpacked_positions
-from tilesmith.models.recorded_calls import Foreign
+from tilesmith.models.blocks import Foreign
 from tilesmith.rewrite import forms
 
 LAYERS = 3
@@ -287,7 +287,7 @@ def test_hooks_of_the_model_itself_and_a_forward_put_on_it_are_called_around_it(
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("image", f"given a {whole_forward.MASK}"),
+        ("image", f"given a {mask_values.MASK}"),
         ("embedding", "weights beside the blocks are trained"),
         ("cache", "it returns a DynamicCache"),
         ("hooks", "so that hooks on parameters are called"),
@@ -364,13 +364,13 @@ def test_packed_positions_are_told_from_others():
 
 def test_what_is_not_known_of_masks_and_positions():
     ids, mask = torch.ones(2, 12, dtype=torch.long), _masked("behind")
-    of = whole_forward.Values.of
+    of = mask_values.MaskValues.of
     assert of({"input_ids": ids}, True) == (None, False)
     assert of({"input_ids": ids, "attention_mask": mask}, False).padding == (mask.shape, False, True)
     for arguments, decodes, why in (
-        ({"position_ids": ids[None]}, False, whole_forward.POSITIONS),
-        ({"attention_mask": mask}, True, whole_forward.MASK),
-        ({"attention_mask": mask, "pixel_values": torch.zeros(1)}, False, whole_forward.MASK),
+        ({"position_ids": ids[None]}, False, mask_values.POSITIONS),
+        ({"attention_mask": mask}, True, mask_values.MASK),
+        ({"attention_mask": mask, "pixel_values": torch.zeros(1)}, False, mask_values.MASK),
     ):
         with pytest.raises(Foreign, match=re.escape(why)):
             of(arguments, decodes)
@@ -388,7 +388,7 @@ def test_a_recorded_mask_is_the_one_that_is_made_otherwise(kind, monkeypatch):
         return masking_utils.create_causal_mask(model.config, embeds, mask, None, positions)
 
     wanted = made()
-    values = whole_forward.Values.of({"attention_mask": mask}, False)
+    values = mask_values.MaskValues.of({"attention_mask": mask}, False)
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
     assert isinstance(made(), KeyMask), "as if it were not known"
     with values.known():

@@ -18,6 +18,10 @@ from tilesmith.rewrite import Form, Replace, Rule, Site, forms, original_class, 
 _PLAIN = (type(None), bool, int, float, str, Tensor, BlockMask, torch.dtype, torch.device)
 
 
+class Foreign(Exception):
+    """An argument holds state of its own, such as a cache; the message is its class."""
+
+
 class BlockForm(Form):
     """A form of a whole block. It wraps the block's forward as it is, so it is always the newest form of a block.
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilesmith.models.blocks import Call
+from tilesmith.models.blocks import Call, Foreign
 from tilesmith.models.recorded import Recorded, watched
-from tilesmith.models.recorded_calls import Foreign, Link, flatten
+from tilesmith.models.recorded_calls import Link, flatten
 from tilesmith.models.recorded_tensors import Identity
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import inspect
 import logging
 import threading
 import warnings
@@ -31,7 +30,6 @@ from tilesmith.engine.model_state import random_numbers_kept
 from tilesmith.engine.registry import DECLARED
 from tilesmith.engine.threads import compilers
 from tilesmith.models.blocks import BlockForm, observer, stateful_argument
-from tilesmith.models.whole_forward import Values
 from tilesmith.rewrite import forms, observed, original_class
 
 log = logging.getLogger("tilesmith")
@@ -44,11 +42,19 @@ _looked: weakref.WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = weakref.
 
 
 def foreseen(
-    whole: Callable[..., Any], model: nn.Module, args: tuple, kwargs: Mapping[str, Any]
+    whole: Callable[..., Any],
+    model: nn.Module,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    known: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> contextlib.AbstractContextManager[None]:
     """A context for whole(model, *args, **kwargs), a model's forward: its first launch that compiles has the kernels of
     all others, and of their gradients, compiled by threads. Only the first call in training and in evaluation, with
-    gradients and without, is looked at."""
+    gradients and without, is looked at.
+
+    known: reads what the model would read of this call's tensors, and gives a context in which a run on fake tensors,
+    which have no values, knows it.
+    """
     kind = (model.training, torch.is_grad_enabled())
     if kind in _looked.get(model, ()) or compilers() is None:
         return _NOTHING
@@ -58,7 +64,7 @@ def foreseen(
     _looked.setdefault(model, set()).add(kind)
     if _obstacle(model, args, kwargs):
         return _NOTHING
-    return launcher.after_compiling(partial(_look, _Call(whole, model, args, kwargs, device, kind[1])))
+    return launcher.after_compiling(partial(_look, _Call(whole, model, args, kwargs, known, device, kind[1])))
 
 
 class _Call(NamedTuple):
@@ -68,6 +74,7 @@ class _Call(NamedTuple):
     model: nn.Module
     args: tuple
     kwargs: Mapping[str, Any]
+    known: Callable[[], contextlib.AbstractContextManager[None]]
     device: torch.device
     grad: bool
 
@@ -110,7 +117,11 @@ def _functions(module: nn.Module) -> list[Any]:
 
 def _look(call: _Call) -> None:
     """Run the call on fake tensors, on another thread, and wait for it."""
-    known = _known_values(call)
+    try:
+        known = call.known()
+    except Exception:  # whatever it is, the call itself is still to come
+        log.debug("what the first step reads is not known", exc_info=True)
+        known = _NOTHING
     kinds = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
     def run() -> None:
@@ -126,18 +137,6 @@ def _look(call: _Call) -> None:
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="tilesmith-first-step")
         thread.start()
         thread.join()
-
-
-def _known_values(call: _Call) -> contextlib.AbstractContextManager[None]:
-    """A context in which masks come out as in the call itself: transformers takes all positions of fake tensors for
-    those of packed sequences, and reads no mask of them."""
-    try:
-        names = tuple(inspect.signature(call.whole).parameters)[1:]
-        decodes = any(name.startswith("decoder_") for name in names)
-        return Values.of(dict(zip(names, call.args)) | dict(call.kwargs), decodes).known()
-    except Exception:  # whatever it is, the call itself is still to come
-        log.debug("masks of the first step are not known", exc_info=True)
-        return _NOTHING
 
 
 @contextlib.contextmanager

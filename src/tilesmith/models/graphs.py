@@ -21,15 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
-from tilesmith.models.blocks import Call, checkpoints, observer
+from tilesmith.models.attention.mask_values import MaskValues
+from tilesmith.models.blocks import Call, Foreign, checkpoints, observer
 from tilesmith.models.capture import CudaRecorder
 from tilesmith.models.chains import Progress, Trail, one_by_one, single
 from tilesmith.models.fingerprint import Fingerprint
 from tilesmith.models.pace import LOOKED_AT, SKIPPED, Pace
 from tilesmith.models.reach import all_observed, capturing, has_own_hooks
 from tilesmith.models.recorded import CannotRecord, Memory, Recorded, WithoutGradient
-from tilesmith.models.recorded_calls import Foreign, Link, described, flatten, surroundings
-from tilesmith.models.whole_forward import Values, blocks_of, put_together, switched, take_apart, unfit
+from tilesmith.models.recorded_calls import Link, described, flatten, surroundings
+from tilesmith.models.whole_forward import blocks_of, put_together, switched, take_apart, unfit
 
 RECORDER = CudaRecorder
 PLACE = "_tilesmith_place"
@@ -76,7 +77,7 @@ class Graphs:
         self._trail = Trail()
         self._progress: Progress | None = None
         self.within = False  # whether blocks run within a recording of the whole forward
-        self._values: Values | None = None  # of the call of a whole forward that was looked at last
+        self._values: MaskValues | None = None  # of the call of a whole forward that was looked at last
         self._held = ""  # why no block is recorded by itself in this forward: it will be recorded as a whole
         self._turn = threading.RLock()  # of the thread whose calls are looked at
 
@@ -202,13 +203,18 @@ class Graphs:
         return self._take(self._progress)
 
     @contextlib.contextmanager
-    def unrecorded_blocks(self) -> Iterator[Values]:
+    def unrecorded_blocks(self) -> Iterator[MaskValues]:
         """Inside, blocks run as they are: they are part of a recording, made for these values."""
         with switched(self, "within", True):
             yield self._values
 
     def run_whole(
-        self, ways: tuple[Call, Call], read: Callable[[], Values], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self,
+        ways: tuple[Call, Call],
+        read: Callable[[], MaskValues],
+        model: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
     ) -> Any:
         """A call with labels of the model around the blocks: by a recording of it where one may serve it. ways: what
         runs it otherwise, and the same with its result taken apart. read: reads what a recording is made for."""
@@ -225,7 +231,12 @@ class Graphs:
             self._turn.release()
 
     def _run_whole(
-        self, ways: tuple[Call, Call], read: Callable[[], Values], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self,
+        ways: tuple[Call, Call],
+        read: Callable[[], MaskValues],
+        model: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
     ) -> Any:
         plain, apart = ways
         why = known.still(model) if (known := self._blocks.get(model)) is not None else ""

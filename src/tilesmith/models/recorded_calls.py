@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tilesmith.engine import torch_private
 from tilesmith.engine.choice import pins
 from tilesmith.models.attention.masks import KeyMask
-from tilesmith.models.blocks import Call, checkpoints
+from tilesmith.models.blocks import Call, Foreign, checkpoints
 
 
 class Kept:
@@ -24,10 +24,6 @@ class Kept:
 
 
 _CONSTANT = (type(None), bool, int, float, str, torch.dtype, torch.device, Kept)
-
-
-class Foreign(Exception):
-    """An argument holds state of its own, such as a cache; the message is its class."""
 
 
 def flatten(value: Any, leaves: list[Tensor]) -> Any:

@@ -12,25 +12,19 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tilesmith.models.attention.masks import Padding, are_packed, padding, unpacked_positions, unread_masks
-from tilesmith.models.blocks import BlockForm, checkpoints
+from tilesmith.models.attention.mask_values import MaskValues
+from tilesmith.models.blocks import BlockForm, Foreign, checkpoints
 from tilesmith.models.layers.logits import LazyLogits
-from tilesmith.models.recorded_calls import Foreign, Kept, flatten, rebuild
+from tilesmith.models.recorded_calls import Kept, flatten, rebuild
 from tilesmith.rewrite import given
 
 GRAPHS = "_tilesmith_graphs"
 """The attribute by which modules know what is recorded of their model."""
-POSITIONS = "tensor of position_ids that is not [B, T]"
-MASK = "mask of one of several inputs"
-_TEXT = {
-    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels",
-    "num_items_in_batch",
-}  # fmt: skip
 _TRAINED = "weights beside the blocks are trained, of whose gradients it would hold copies"
 _CHECKPOINTED = "its blocks are checkpointed"
 
@@ -60,38 +54,10 @@ class WholeForm(BlockForm):
             compiling = torch.compiler.is_compiling()
             if compiling or graphs is None or given("labels", place, args, kwargs) is None:
                 return whole(self, *args, **kwargs)
-            read = functools.partial(Values.of, dict(zip(names, args)) | kwargs, decodes)
+            read = functools.partial(MaskValues.of, dict(zip(names, args)) | kwargs, decodes)
             return graphs.run_whole((plain, apart), read, self, args, kwargs)
 
         return {"forward": forward}
-
-
-class Values(NamedTuple):
-    """What is read of a call's tensors before it is recorded or replayed, as the model would read it.
-
-    padding: of the mask of tokens, if there is one. packed: whether positions are those of packed sequences.
-    """
-
-    padding: Padding | None
-    packed: bool
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any], decodes: bool) -> Values:
-        """decodes: whether the model reads another text before. Raises Foreign for what may not mean that."""
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        if isinstance(positions, Tensor) and positions.ndim != 2:
-            raise Foreign(POSITIONS)
-        masked = isinstance(mask, Tensor) and mask.ndim == 2
-        if masked and (decodes or any(isinstance(x, Tensor) for name, x in arguments.items() if name not in _TEXT)):
-            raise Foreign(MASK)
-        packed = mask is None and isinstance(positions, Tensor) and are_packed(positions)
-        return cls(padding(mask) if masked else None, packed)
-
-    @contextlib.contextmanager
-    def known(self) -> Iterator[None]:
-        """Inside, they are not read again, and masks come out alike whether CUDA records or not."""
-        with unread_masks(self.padding), contextlib.nullcontext() if self.packed else unpacked_positions():
-            yield
 
 
 def take_apart(out: Any) -> tuple[Kept, list[Tensor]]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tilesmith.models.attention.lock import ReaderWriterLock
+from tilesmith.models.attention.mask_values import MaskValues
 from tilesmith.models.attention.masks import TOLD
 from tilesmith.models.checkpoints import repeated_within
 from tilesmith.models.first_step import foreseen
@@ -44,7 +45,8 @@ class ChosenForm(Form):
                     return whole(self, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return _telling(whole, self, args, kwargs, positions, within)
-            with lock_of(self).shared(), foreseen(whole, self, args, kwargs):
+            known = functools.partial(_known_masks, names, args, kwargs)
+            with lock_of(self).shared(), foreseen(whole, self, args, kwargs, known):
                 return whole(self, *args, **kwargs)
 
         return forward
@@ -80,6 +82,13 @@ class ChosenForm(Form):
             if config in asked:
                 found.setdefault(config, (fqn, asked[config]))
         return tuple(found.values())
+
+
+def _known_masks(names: list[str], args: tuple, kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """A context in which masks of fake tensors come out as in the call itself, where values can be read: transformers
+    takes all positions of fake tensors for those of packed sequences, and reads no mask of them. Raises Foreign."""
+    decodes = any(name.startswith("decoder_") for name in names)
+    return MaskValues.of(dict(zip(names, args)) | kwargs, decodes).known()
 
 
 def _telling(
