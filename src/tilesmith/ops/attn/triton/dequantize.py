@@ -83,6 +83,38 @@ def _read(lines, step, inside, cols, held, mean_ptr, mean_step, dlse):
 
 
 @triton.jit
+def _weights(dlse_ptr, lse_ptr, dlse_strides, lse_strides, batch, head, rows, inside, scale):
+    """What each query adds of the mean: nothing where it saw no key."""
+    dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
+    lse_ptr += batch * lse_strides[0] + head * lse_strides[1]
+    dlse = tl.load(dlse_ptr + rows * dlse_strides[2], mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + rows * lse_strides[2], mask=inside, other=0.0)
+    return tl.where(lse == float("-inf"), 0.0, dlse * scale)
+
+
+@triton.jit
+def _store_turned_back(
+    x, y, left, right, inside, pair, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, positions, write, step,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """x and y, the columns left and right of pairs, turned by the opposite angles; to write, pointers to lines."""
+    held = inside[:, None] & (pair < PAIRS)[None, :]
+    cos_ptr += batch * cos_strides[0] + positions[:, None] * cos_strides[1]
+    sin_ptr += batch * sin_strides[0] + positions[:, None] * sin_strides[1]
+    cos = tl.load(cos_ptr + pair[None, :] * cos_strides[2], mask=held, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + pair[None, :] * sin_strides[2], mask=held, other=0.0).to(tl.float32)
+    turned_x = (x * cos + y * sin).to(write.dtype.element_ty)
+    turned_y = (y * cos - x * sin).to(write.dtype.element_ty)
+    if INTERLEAVED:  # joined in registers: stores with a step of two elements would not coalesce
+        both = tl.arange(0, 2 * pair.shape[0])
+        turned = tl.reshape(tl.join(turned_x, turned_y), (x.shape[0], 2 * pair.shape[0]))
+        tl.store(write + both[None, :] * step, turned, mask=inside[:, None] & (both < 2 * PAIRS)[None, :])
+    else:
+        tl.store(write + left[None, :] * step, turned_x, mask=held)
+        tl.store(write + right[None, :] * step, turned_y, mask=held)
+
+
+@triton.jit
 def _undo(
     number, dx8_ptr, dx_ptr, dx8_strides, dx_strides, tokens, heads, lanes,
     mean_ptr, dlse_ptr, lse_ptr, mean_strides, dlse_strides, lse_strides, group, scale,
@@ -91,77 +123,52 @@ def _undo(
     BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """TILES blocks of tokens of one head. Each pair that an angle turns comes as two products, of its columns of the
-    Hadamard matrix, so that no lane needs what another has."""
+    """TILES blocks of tokens of one head. Of pairs that an angle turns, each side is a product with its own columns of
+    the Hadamard matrix, so that both are in one thread. cols: of those products, or of all that is not turned."""
     lane = (number % lanes).to(tl.int64)
     batch, head = lane // heads, lane % heads
     first_block = number // lanes * TILES
-    DTYPE: tl.constexpr = dx8_ptr.dtype.element_ty
-    cols = tl.arange(0, BLOCK_D)
-    pair, rest = tl.arange(0, BLOCK_PAIRS), 2 * PAIRS + tl.arange(0, BLOCK_REST)
-    left, right = pair, PAIRS + pair
-    if INTERLEAVED:
-        left, right = 2 * pair, 2 * pair + 1
+    TURNED: tl.constexpr = 2 * PAIRS
+    every, pair = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_PAIRS)
+    cols = every if PAIRS == 0 else TURNED + tl.arange(0, BLOCK_REST)  # of what no angle turns
+    left, right = (2 * pair, 2 * pair + 1) if INTERLEAVED else (pair, PAIRS + pair)
     if ROTATE:
-        if cos_ptr is None:
-            signs = hadamard_signs(cols, BLOCK_D, DTYPE)
-        else:
-            left_signs, right_signs = hadamard_signs(left, BLOCK_D, DTYPE), hadamard_signs(right, BLOCK_D, DTYPE)
-            if DIM > 2 * PAIRS:
-                rest_signs = hadamard_signs(rest, BLOCK_D, DTYPE)
+        DTYPE: tl.constexpr = dx8_ptr.dtype.element_ty
+        signs, left_signs = hadamard_signs(cols, BLOCK_D, DTYPE), hadamard_signs(left, BLOCK_D, DTYPE)
+        right_signs = hadamard_signs(right, BLOCK_D, DTYPE)
     dx8_ptr += batch * dx8_strides[0] + head * dx8_strides[1]
     dx_ptr += batch * dx_strides[0] + head * dx_strides[1]
     mean_step = 0
     if mean_ptr is not None:
         mean_ptr += batch * mean_strides[0] + head // group * mean_strides[1]
         mean_step = mean_strides[2]
-        dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
-        lse_ptr += batch * lse_strides[0] + head * lse_strides[1]
     for block in range(first_block, tl.minimum(first_block + TILES, tl.cdiv(tokens, BLOCK))):
         rows = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         inside = rows < tokens
-        read, step = dx8_ptr + rows[:, None] * dx8_strides[2], dx8_strides[3]
-        write, write_step = dx_ptr + rows[:, None] * dx_strides[2], dx_strides[3]
-        dlse = tl.zeros((BLOCK,), tl.float32)
+        read, write = dx8_ptr + rows[:, None] * dx8_strides[2], dx_ptr + rows[:, None] * dx_strides[2]
+        weights = tl.zeros((BLOCK,), tl.float32)
         if mean_ptr is not None:
-            dlse = tl.load(dlse_ptr + rows * dlse_strides[2], mask=inside, other=0.0).to(tl.float32)
-            lse = tl.load(lse_ptr + rows * lse_strides[2], mask=inside, other=0.0)
-            dlse = tl.where(lse == float("-inf"), 0.0, dlse * scale)
-        if ROTATE or cos_ptr is None:
-            dx = _read(read, step, inside, cols, cols < DIM, mean_ptr, mean_step, dlse)
-        if cos_ptr is None:
-            if ROTATE:
-                dx = rotated(dx, signs, DIM)
-            dx = dx.to(dx_ptr.dtype.element_ty)
-            tl.store(write + cols[None, :] * write_step, dx, mask=inside[:, None] & (cols < DIM)[None, :])
-        else:
-            angles = inside[:, None] & (pair < PAIRS)[None, :]
-            cos_line = cos_ptr + batch * cos_strides[0] + (rows + shift)[:, None] * cos_strides[1]
-            sin_line = sin_ptr + batch * sin_strides[0] + (rows + shift)[:, None] * sin_strides[1]
-            cos = tl.load(cos_line + pair[None, :] * cos_strides[2], mask=angles, other=0.0).to(tl.float32)
-            sin = tl.load(sin_line + pair[None, :] * sin_strides[2], mask=angles, other=0.0).to(tl.float32)
+            weights = _weights(dlse_ptr, lse_ptr, dlse_strides, lse_strides, batch, head, rows, inside, scale)
+        if ROTATE:
+            dx = _read(read, dx8_strides[3], inside, every, every < DIM, mean_ptr, mean_step, weights)
+        if PAIRS > 0:
             if ROTATE:
                 x, y = rotated(dx, left_signs, DIM), rotated(dx, right_signs, DIM)
             else:
-                x = _read(read, step, inside, left, pair < PAIRS, mean_ptr, mean_step, dlse).to(tl.float32)
-                y = _read(read, step, inside, right, pair < PAIRS, mean_ptr, mean_step, dlse).to(tl.float32)
-            turned_x = (x * cos + y * sin).to(dx_ptr.dtype.element_ty)
-            turned_y = (y * cos - x * sin).to(dx_ptr.dtype.element_ty)
-            if INTERLEAVED:
-                both = tl.arange(0, 2 * BLOCK_PAIRS)
-                turned = tl.reshape(tl.join(turned_x, turned_y), (BLOCK, 2 * BLOCK_PAIRS))
-                held = inside[:, None] & (both < 2 * PAIRS)[None, :]
-                tl.store(write + both[None, :] * write_step, turned, mask=held)
+                held = pair < PAIRS
+                x = _read(read, dx8_strides[3], inside, left, held, mean_ptr, mean_step, weights).to(tl.float32)
+                y = _read(read, dx8_strides[3], inside, right, held, mean_ptr, mean_step, weights).to(tl.float32)
+            _store_turned_back(
+                x, y, left, right, inside, pair, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, rows + shift,
+                write, dx_strides[3], PAIRS, INTERLEAVED,
+            )  # fmt: skip
+        if DIM > TURNED:
+            if ROTATE:
+                z = rotated(dx, signs, DIM)
             else:
-                tl.store(write + left[None, :] * write_step, turned_x, mask=angles)
-                tl.store(write + right[None, :] * write_step, turned_y, mask=angles)
-            if DIM > 2 * PAIRS:
-                if ROTATE:
-                    z = rotated(dx, rest_signs, DIM)
-                else:
-                    z = _read(read, step, inside, rest, rest < DIM, mean_ptr, mean_step, dlse)
-                held = inside[:, None] & (rest < DIM)[None, :]
-                tl.store(write + rest[None, :] * write_step, z.to(dx_ptr.dtype.element_ty), mask=held)
+                z = _read(read, dx8_strides[3], inside, cols, cols < DIM, mean_ptr, mean_step, weights)
+            z = z.to(dx_ptr.dtype.element_ty)
+            tl.store(write + cols[None, :] * dx_strides[3], z, mask=inside[:, None] & (cols < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -219,7 +226,7 @@ class TokensConfig(NamedTuple):
     num_warps: int
 
 
-# what one row of sixteen bytes per thread and pass leaves: 16 KB to load and 32 KB to store for a CTA in four passes
+# four loads and eight stores of 16 bytes for each of 128 threads
 DEQUANTIZE = Space(
     default=lambda dims, arch, dtype: TokensConfig(8192, 4),
     dims=lambda q8, k8, v8, *rest: {"tokens": q8.shape[2] + 2 * k8.shape[2], "dim": max(q8.shape[3], v8.shape[3])},
@@ -287,29 +294,27 @@ def _rejects_gradients(call) -> list[str]:
 
 
 class UndoConfig(NamedTuple):
-    """tokens: of a tile. tiles: of a CTA. num_warps, num_stages: of a CTA. registers: of a thread at most, 0: as many
-    as it takes."""
+    """tokens: of a tile. tiles: of a CTA. num_warps, num_stages: of a CTA."""
 
     tokens: int
     tiles: int
     num_warps: int
     num_stages: int
-    registers: int
 
 
 def _default(dims, arch, dtype) -> UndoConfig:
-    # as in quantize.py: a CTA has the Hadamard matrix to make, so that it gets as many tiles as leave 4 CTAs for a SM
-    tokens = min(128, max(16, 16384 // next_power_of_2(dims["dim"])))
+    # as in quantize.py: a CTA has the Hadamard matrix to make, so that it gets as many tiles as leave 4 CTAs for a SM.
+    # sm_90, bf16, head dim 128: 74 KB and up to 168 registers, so that three CTAs of a SM have tiles of 16 KB in
+    # flight; tiles of 128 tokens of 8 warps take 131 KB, one CTA
+    tokens = min(128, max(16, 8192 // next_power_of_2(dims["dim"])))
     tiles = min(8, max(1, cdiv(dims["rows"], tokens) // (4 * max(1, arch.sms))))
-    if dims["angles"] or dtype == torch.float32:
-        return UndoConfig(tokens, tiles, 8, 1, 0)
-    return UndoConfig(tokens, tiles, 8 if dims["dim"] > 64 else 4, 2, 128 if arch.kind == "cuda" else 0)
+    return UndoConfig(tokens, tiles, 8, 1) if dtype == torch.float32 else UndoConfig(tokens, tiles, 4, 2)
 
 
-def _dims(dq8, dk8, dlse=None, lse=None, mean=None, cos=None, *rest) -> dict[str, int]:
+def _dims(dq8, dk8, *rest) -> dict[str, int]:
     given = [x for x in (dq8, dk8) if x is not None]
     rows = sum(x.shape[0] * x.shape[1] * x.shape[2] for x in given)
-    return {"rows": rows, "dim": given[0].shape[3], "angles": 0 if cos is None else 1}
+    return {"rows": rows, "dim": given[0].shape[3]}
 
 
 GRADIENTS = Space(
@@ -358,6 +363,5 @@ def attention_fp8_gradients(
         DIM=dim, BLOCK_D=next_power_of_2(dim), **angles.constants(), BLOCK_PAIRS=max(16, next_power_of_2(pairs)),
         BLOCK_REST=max(16, next_power_of_2(dim - 2 * pairs)), ROTATE=rotate, BLOCK=config.tokens, TILES=config.tiles,
         num_warps=config.num_warps, num_stages=config.num_stages,
-        **({"maxnreg": config.registers} if config.registers else {}),
     )  # fmt: skip
     return results

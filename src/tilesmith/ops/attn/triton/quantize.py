@@ -15,7 +15,7 @@ from tilesmith.ops.attn.reference import FACTOR_BLOCK
 
 @triton.jit
 def hadamard_signs(cols, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
-    """These columns of Sylvester's Hadamard matrix: element (i, j) is negative where i & j has an odd number of bits."""
+    """Columns of Sylvester's Hadamard matrix: element (i, j) is negative where i & j has an odd number of bits."""
     bits = tl.arange(0, BLOCK_D)[:, None] & cols[None, :]
     bits ^= bits >> 4
     odd = (0x6996 >> (bits & 15)) & 1
@@ -51,7 +51,7 @@ def _load(
 
 @triton.jit
 def rotated(x, signs, DIM: tl.constexpr):
-    """x times columns of the Hadamard matrix over the root of DIM. What is not in their dtype goes in three parts of it."""
+    """x times columns of the Hadamard matrix over the root of DIM. What is not in its dtype goes in three parts of it."""
     DTYPE: tl.constexpr = signs.dtype
     if x.dtype == DTYPE:
         y = tl.dot(x, signs, input_precision="ieee")
@@ -101,7 +101,8 @@ def _key_mean_kernel(
     mean = tl.sum(total, 0) * share
     if ROTATE:
         rows = tl.arange(0, BLOCK)[:, None]
-        tile = rotated(tl.where(rows == 0, mean[None, :], 0.0), hadamard_signs(cols, BLOCK_D, k_ptr.dtype.element_ty), DIM)
+        signs = hadamard_signs(cols, BLOCK_D, k_ptr.dtype.element_ty)
+        tile = rotated(tl.where(rows == 0, mean[None, :], 0.0), signs, DIM)
         mean = tl.sum(tile, 0)  # of one row, and zeros
     tl.store(mean_ptr + row * DIM + cols, mean, mask=cols < DIM)
 
