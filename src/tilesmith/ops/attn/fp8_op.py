@@ -141,25 +141,31 @@ class _AttentionFp8(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        *values, q_scale, k_scale, v_scale, mean, cos, sin, out, lse = ctx.saved_tensors
+        *kept, mean, cos, sin, out, lse = ctx.saved_tensors
         _, smooth, rotate, interleaved = ctx.how
-        # 16-bit inputs in bf16: what was multiplied is exact in it, and beyond fp16 where a rotation added up a row
-        dtype = torch.bfloat16 if ctx.dtype.itemsize == 2 else ctx.dtype
-        q, k, v = attention_dequantize(*values, q_scale, k_scale, v_scale, ctx.tokens_first, str(dtype)[6:])
-        named = dict(zip(attention_op.parameters, attention_op.bind((q, k, v), ctx.given)))
-        named.update(dout=None if dout is None else dout.to(dtype), dlse=dlse, out=out.to(dtype), lse=lse)
-        named.update(output_mask=(*ctx.needs_input_grad[:3], False, False))
-        gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
-        dq, dk, dv = (dx if wanted else None for dx, wanted in zip(gradients, ctx.needs_input_grad[:3]))
-        moved = (dlse, lse, mean) if smooth and dlse is not None else (None, None, None)
-        undone = rotate or cos is not None or moved[0] is not None or ctx.dtype != dtype
-        if undone and not dq is dk is None:
+        q8, k8, *_ = kept
+        dq, dk, dv = _gradients_at_values(ctx, kept, dout, dlse, out, lse)
+        moved = (dlse, lse, mean) if smooth and dq is not None and dlse is not None else (None, None, None)
+        given = next((x for x in (dq, dk) if x is not None), None)
+        if given is not None and (rotate or cos is not None or moved[0] is not None or given.dtype != ctx.dtype):
             found = attention_fp8_gradients(
-                dq, dk, *moved, cos, sin, str(ctx.dtype)[6:], _scale(ctx.given, q), k.shape[2] - q.shape[2],
+                dq, dk, *moved, cos, sin, str(ctx.dtype)[6:], _scale(ctx.given, q8), k8.shape[2] - q8.shape[2],
                 rotate, interleaved,
             )  # fmt: skip
-            dq, dk = (None if dx is None else undone for dx, undone in zip((dq, dk), found))
+            dq, dk = (None if x is None else dx for x, dx in zip((dq, dk), found))
         return dq, dk, None if dv is None else dv.to(ctx.dtype), None, None, None, None
+
+
+def _gradients_at_values(ctx, kept, dout, dlse, out, lse) -> tuple[Tensor | None, ...]:
+    """Gradients of the values that the forward multiplied, from e4m3 values and factors; None where none is wanted."""
+    # 16-bit inputs in bf16: what was multiplied is exact in it, and beyond fp16 where a rotation added up a row
+    dtype = torch.bfloat16 if ctx.dtype.itemsize == 2 else ctx.dtype
+    values = attention_dequantize(*kept, ctx.tokens_first, str(dtype)[6:])
+    named = dict(zip(attention_op.parameters, attention_op.bind(values, ctx.given)))
+    named.update(dout=None if dout is None else dout.to(dtype), dlse=dlse, out=out.to(dtype), lse=lse)
+    named.update(output_mask=(*ctx.needs_input_grad[:3], False, False))
+    gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
+    return tuple(dx if wanted else None for dx, wanted in zip(gradients, ctx.needs_input_grad[:3]))
 
 
 def _scale(given: dict, q: Tensor) -> float:

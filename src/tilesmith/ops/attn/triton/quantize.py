@@ -51,7 +51,7 @@ def _load(
 
 @triton.jit
 def rotated(x, signs, DIM: tl.constexpr):
-    """x times columns of the Hadamard matrix over the root of DIM. What is not in its dtype goes in three parts of it."""
+    """x times columns of the Hadamard matrix over the root of DIM. What is not in its dtype goes in three of them."""
     DTYPE: tl.constexpr = signs.dtype
     if x.dtype == DTYPE:
         y = tl.dot(x, signs, input_precision="ieee")
