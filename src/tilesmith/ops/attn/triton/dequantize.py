@@ -38,7 +38,7 @@ def _dequantize(
         x8 = tl.trans(tl.load(x8_ptr + cols.to(tl.int64)[:, None] * x8_strides[3] + lines[None, :], mask=held))
     else:
         held = inside[:, None] & (cols < DIM)[None, :]
-        x8 = tl.load(x8_ptr + lines[:, None] * x8_strides[2] + cols[None, :] * x8_strides[3], mask=held)
+        x8 = tl.load(x8_ptr + lines[:, None] * x8_strides[2] + cols.to(tl.int64)[None, :] * x8_strides[3], mask=held)
     x = (x8.to(tl.float32) * factor[:, None]).to(x_ptr.dtype.element_ty)
     x_ptr += batch * x_strides[0] + head * x_strides[1]
     tl.store(x_ptr + lines[:, None] * x_strides[2] + cols[None, :], x, mask=inside[:, None] & (cols < DIM)[None, :])
@@ -75,7 +75,7 @@ def _dequantize_kernel(
 @triton.jit
 def _read(lines, step, inside, cols, held, mean_ptr, mean_step, dlse):
     """Columns of a tile of gradients; with the mean of the keys added, rounded to their dtype."""
-    dx = tl.load(lines + cols[None, :] * step, mask=inside[:, None] & held[None, :], other=0.0)
+    dx = tl.load(lines + cols.to(tl.int64)[None, :] * step, mask=inside[:, None] & held[None, :], other=0.0)
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + cols * mean_step, mask=held, other=0.0).to(tl.float32)
         dx = (dx.to(tl.float32) + dlse[:, None] * mean[None, :]).to(dx.dtype)
@@ -108,10 +108,10 @@ def _store_turned_back(
     if INTERLEAVED:  # joined in registers: stores with a step of two elements would not coalesce
         both = tl.arange(0, 2 * pair.shape[0])
         turned = tl.reshape(tl.join(turned_x, turned_y), (x.shape[0], 2 * pair.shape[0]))
-        tl.store(write + both[None, :] * step, turned, mask=inside[:, None] & (both < 2 * PAIRS)[None, :])
+        tl.store(write + both.to(tl.int64)[None, :] * step, turned, mask=inside[:, None] & (both < 2 * PAIRS)[None, :])
     else:
-        tl.store(write + left[None, :] * step, turned_x, mask=held)
-        tl.store(write + right[None, :] * step, turned_y, mask=held)
+        tl.store(write + left.to(tl.int64)[None, :] * step, turned_x, mask=held)
+        tl.store(write + right.to(tl.int64)[None, :] * step, turned_y, mask=held)
 
 
 @triton.jit
@@ -168,7 +168,9 @@ def _undo(
             else:
                 z = _read(read, dx8_strides[3], inside, cols, cols < DIM, mean_ptr, mean_step, weights)
             z = z.to(dx_ptr.dtype.element_ty)
-            tl.store(write + cols[None, :] * dx_strides[3], z, mask=inside[:, None] & (cols < DIM)[None, :])
+            tl.store(
+                write + cols.to(tl.int64)[None, :] * dx_strides[3], z, mask=inside[:, None] & (cols < DIM)[None, :]
+            )
 
 
 @triton.jit(do_not_specialize=["shift"])
