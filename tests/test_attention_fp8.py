@@ -343,6 +343,11 @@ def test_what_the_ops_of_the_backward_refuse():
         ),
         ("tokens_first has 2 values", lambda: attention_dequantize(x8, x8, x8, one, one, one, first[:2])),
         ("dtype is 'half'", lambda: attention_dequantize(x8, x8, x8, one, one, one, first, "half")),
+        (
+            "v8 requires a gradient",
+            lambda: attention_dequantize(x8, x8, q.clone().requires_grad_(), one, one, one, first),
+        ),
+        ("dk8 requires a gradient", lambda: attention_fp8_gradients(q, q.clone().requires_grad_(), rotate=False)),
         ("both None", lambda: attention_fp8_gradients(None, None)),
         ("rotate needs a head dim that is a power of two, got 24", lambda: attention_fp8_gradients(q, q)),
         ("dk8 must have dq8's batch 1", lambda: attention_fp8_gradients(q, q[..., :16], rotate=False)),

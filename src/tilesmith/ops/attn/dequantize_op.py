@@ -27,6 +27,7 @@ def _check_dequantize(
         if x.dtype in (torch.bool, torch.uint8) or (x.dtype.itemsize > 1 and x.dtype not in checks.FLOATS):
             raise TypeError(f"{name}: {x_name}8 has dtype {x.dtype}; float8, int8 and what is floating are supported")
         checks.check_factor(name, x_name, x, scale)
+        _check_constant(name, {f"{x_name}8": x, f"{x_name}_scale": scale})
     _check_dtype(name, dtype, "")
     if len(tokens_first) != 3:
         raise ValueError(f"{name}: tokens_first has {len(tokens_first)} values; it must have one each for q, k and v")
@@ -40,6 +41,7 @@ def _check_gradients(
     given = {x_name: x for x_name, x in (("dq8", dq8), ("dk8", dk8)) if x is not None}
     if not given:
         raise ValueError(f"{name}: dq8 and dk8 are both None; give at least one of them")
+    _check_constant(name, {**given, "dlse": dlse, "lse": lse, "mean": mean, "cos": cos, "sin": sin})
     one = next(iter(given.values()))
     if cos is not None and offset < 0:
         raise ValueError(f"{name}: offset is {offset}; with cos and sin it must be 0 or more: S - T")
@@ -59,6 +61,13 @@ def _check_gradients(
     checks.check_rotate(name, rotate, one.shape[3])
     _check_dtype(name, dtype, "'' (that of the gradients) or ")
     _check_moved(name, dq8, {"dlse": dlse, "lse": lse, "mean": mean})
+
+
+def _check_constant(name: str, tensors: dict[str, Tensor | None]) -> None:
+    """Raise ValueError where a gradient is asked for: there is none, as there is no second one of attention_fp8."""
+    for x_name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: {x_name} requires a gradient, which there is not; call it under torch.no_grad()")
 
 
 def _check_moved(name: str, dq8: Tensor | None, moved: dict[str, Any]) -> None:

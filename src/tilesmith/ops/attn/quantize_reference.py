@@ -95,8 +95,8 @@ def attention_dequantize(
     v_scale: floating, as `attention` takes them. tokens_first: which of q, k and v lie in memory as [B, T, H, D]; the
     others are contiguous. dtype: "bfloat16", "float16", "float32" or "float64"; for q8 in fp64 it is fp64.
 
-    What `attention_quantize` returned becomes numbers that bf16 has exactly. Raises ValueError or TypeError for
-    shapes, dtypes and devices that do not fit.
+    What `attention_quantize` returned becomes numbers that bf16 has exactly. There are no gradients. Raises ValueError
+    or TypeError for shapes, dtypes and devices that do not fit.
     """
     wide = dequantised_like(q8, k8, v8, tokens_first, dtype)
     # every 8-bit number is one of bf16 and fp16, so that it is the product that is rounded
@@ -144,9 +144,9 @@ def attention_fp8_gradients(
     dtype: of the results, "bfloat16", "float16", "float32" or "float64"; "" is that of the gradients given, as is fp64.
 
     Computed in fp32 (fp64 for fp64) and rounded to the dtype given after each of these steps, or once at the end.
-    Results lie in memory as `torch.empty_like` of dq8 and dk8. Raises ValueError or TypeError for shapes, dtypes and
-    devices that do not fit. Source of the rule: Bengio et al., "Estimating or Propagating Gradients Through Stochastic
-    Neurons", 2013 (straight-through).
+    Results lie in memory as `torch.empty_like` of dq8 and dk8. There are no gradients of them. Raises ValueError or
+    TypeError for shapes, dtypes and devices that do not fit. Source of the rule: Bengio et al., "Estimating or
+    Propagating Gradients Through Stochastic Neurons", 2013 (straight-through).
     """
     results = gradients_like(dq8, dk8, dtype)
     for dx, into, first in ((dq8, results[0], offset), (dk8, results[1], 0)):

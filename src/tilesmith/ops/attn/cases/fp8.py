@@ -215,9 +215,10 @@ def _gradients(
     batch: int = 1, heads: int = 2, kv_heads: int = 2, tokens: int = 33, keys: int = 33, dim: int = 16,
     moved: bool = False, angles: dict | None = None, layout: str = "contiguous", init="normal", **options,
 ) -> dict:  # fmt: skip
+    kind = {"grad": False, "layout": layout, "init": init}
     args = {
-        "dq8": T(batch, heads, tokens, dim, layout=layout, init=init),
-        "dk8": T(batch, kv_heads, keys, dim, layout=layout, init=init),
+        "dq8": T(batch, heads, tokens, dim, **kind),
+        "dk8": T(batch, kv_heads, keys, dim, **kind),
         **(_moved(batch, heads, kv_heads, tokens, dim) if moved else {}),
         **(angles or {}),
     }
