@@ -93,25 +93,39 @@ def _weights(dlse_ptr, lse_ptr, dlse_strides, lse_strides, batch, head, rows, in
 
 
 @triton.jit
+def _sides(pair, DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The columns of a line as two sides: first those of PAIRS that an angle turns, then the others by halves."""
+    if INTERLEAVED:
+        return 2 * pair, 2 * pair + 1
+    turned = pair < PAIRS
+    return tl.where(turned, pair, PAIRS + pair), pair + tl.where(turned, PAIRS, (DIM + 1) // 2)
+
+
+@triton.jit
 def _store_turned_back(
-    x, y, left, right, inside, pair, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, positions, write, step,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x, y, inside, pair, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, positions, write, step,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """x and y, the columns left and right of pairs, turned by the opposite angles; to write, pointers to lines."""
-    held = inside[:, None] & (pair < PAIRS)[None, :]
+    """x and y, both sides of lines, turned by the opposite angles where there are; to write, pointers to lines."""
+    turned = inside[:, None] & (pair < PAIRS)[None, :]
     cos_ptr += batch * cos_strides[0] + positions[:, None] * cos_strides[1]
     sin_ptr += batch * sin_strides[0] + positions[:, None] * sin_strides[1]
-    cos = tl.load(cos_ptr + pair[None, :] * cos_strides[2], mask=held, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + pair[None, :] * sin_strides[2], mask=held, other=0.0).to(tl.float32)
-    turned_x = (x * cos + y * sin).to(write.dtype.element_ty)
-    turned_y = (y * cos - x * sin).to(write.dtype.element_ty)
+    cos = tl.load(cos_ptr + pair[None, :] * cos_strides[2], mask=turned, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + pair[None, :] * sin_strides[2], mask=turned, other=0.0).to(tl.float32)
+    # chosen, since an infinity of one side times 0 would be a NaN in the other
+    turned = (pair < PAIRS)[None, :]
+    left = tl.where(turned, x * cos + y * sin, x).to(write.dtype.element_ty)
+    right = tl.where(turned, y * cos - x * sin, y).to(write.dtype.element_ty)
     if INTERLEAVED:  # joined in registers: stores with a step of two elements would not coalesce
-        both = tl.arange(0, 2 * pair.shape[0])
-        turned = tl.reshape(tl.join(turned_x, turned_y), (x.shape[0], 2 * pair.shape[0]))
-        tl.store(write + both.to(tl.int64)[None, :] * step, turned, mask=inside[:, None] & (both < 2 * PAIRS)[None, :])
+        cols = tl.arange(0, 2 * pair.shape[0])
+        lines = tl.reshape(tl.join(left, right), (x.shape[0], 2 * pair.shape[0]))
+        held = inside[:, None] & (cols < DIM)[None, :]
+        tl.store(write + cols.to(tl.int64)[None, :] * step, lines, mask=held)
     else:
-        tl.store(write + left.to(tl.int64)[None, :] * step, turned_x, mask=held)
-        tl.store(write + right.to(tl.int64)[None, :] * step, turned_y, mask=held)
+        left_cols, right_cols = _sides(pair, DIM, PAIRS, INTERLEAVED)
+        held = inside[:, None] & (pair < (DIM + 1) // 2)[None, :]
+        tl.store(write + left_cols.to(tl.int64)[None, :] * step, left, mask=held)
+        tl.store(write + right_cols.to(tl.int64)[None, :] * step, right, mask=held & (right_cols < DIM)[None, :])
 
 
 @triton.jit
@@ -119,23 +133,21 @@ def _undo(
     number, dx8_ptr, dx_ptr, dx8_strides, dx_strides, tokens, heads, lanes,
     mean_ptr, dlse_ptr, lse_ptr, mean_strides, dlse_strides, lse_strides, group, scale,
     cos_ptr, sin_ptr, cos_strides, sin_strides, shift,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """TILES blocks of tokens of one head. Of pairs that an angle turns, each side is a product with its own columns of
-    the Hadamard matrix, so that both are in one thread. cols: of those products, or of all that is not turned."""
+    """TILES blocks of tokens of one head. Where angles turn pairs, columns of the Hadamard matrix are in such an order
+    that both sides of a pair are neighbours in a line of the product, which one thread has."""
     lane = (number % lanes).to(tl.int64)
     batch, head = lane // heads, lane % heads
     first_block = number // lanes * TILES
-    TURNED: tl.constexpr = 2 * PAIRS
-    every, pair = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_PAIRS)
-    cols = every if PAIRS == 0 else TURNED + tl.arange(0, BLOCK_REST)  # of what no angle turns
-    left, right = (2 * pair, 2 * pair + 1) if INTERLEAVED else (pair, PAIRS + pair)
+    cols, pair = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    left, right = _sides(pair, DIM, PAIRS, INTERLEAVED)
     if ROTATE:
-        DTYPE: tl.constexpr = dx8_ptr.dtype.element_ty
-        signs, left_signs = hadamard_signs(cols, BLOCK_D, DTYPE), hadamard_signs(left, BLOCK_D, DTYPE)
-        right_signs = hadamard_signs(right, BLOCK_D, DTYPE)
+        by_pair = cols
+        if PAIRS > 0:
+            by_pair = tl.where((cols & 1) == 0, *_sides(cols >> 1, DIM, PAIRS, INTERLEAVED))
+        signs = hadamard_signs(by_pair, BLOCK_D, dx8_ptr.dtype.element_ty)
     dx8_ptr += batch * dx8_strides[0] + head * dx8_strides[1]
     dx_ptr += batch * dx_strides[0] + head * dx_strides[1]
     mean_step = 0
@@ -149,28 +161,24 @@ def _undo(
         weights = tl.zeros((BLOCK,), tl.float32)
         if mean_ptr is not None:
             weights = _weights(dlse_ptr, lse_ptr, dlse_strides, lse_strides, batch, head, rows, inside, scale)
-        if ROTATE:
-            dx = _read(read, dx8_strides[3], inside, every, every < DIM, mean_ptr, mean_step, weights)
-        if PAIRS > 0:
+        if ROTATE or INTERLEAVED or PAIRS == 0:
+            dx = _read(read, dx8_strides[3], inside, cols, cols < DIM, mean_ptr, mean_step, weights)
             if ROTATE:
-                x, y = rotated(dx, left_signs, DIM), rotated(dx, right_signs, DIM)
+                dx = rotated(dx, signs, DIM)
+        if PAIRS == 0:
+            dx = dx.to(dx_ptr.dtype.element_ty)
+            held = inside[:, None] & (cols < DIM)[None, :]
+            tl.store(write + cols.to(tl.int64)[None, :] * dx_strides[3], dx, mask=held)
+        else:
+            if ROTATE or INTERLEAVED:
+                x, y = tl.split(tl.reshape(dx.to(tl.float32), (BLOCK, BLOCK_D // 2, 2)))
             else:
-                held = pair < PAIRS
-                x = _read(read, dx8_strides[3], inside, left, held, mean_ptr, mean_step, weights).to(tl.float32)
-                y = _read(read, dx8_strides[3], inside, right, held, mean_ptr, mean_step, weights).to(tl.float32)
+                x = _read(read, dx8_strides[3], inside, left, left < DIM, mean_ptr, mean_step, weights).to(tl.float32)
+                y = _read(read, dx8_strides[3], inside, right, right < DIM, mean_ptr, mean_step, weights).to(tl.float32)
             _store_turned_back(
-                x, y, left, right, inside, pair, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, rows + shift,
-                write, dx_strides[3], PAIRS, INTERLEAVED,
+                x, y, inside, pair, cos_ptr, sin_ptr, cos_strides, sin_strides, batch, rows + shift,
+                write, dx_strides[3], DIM, PAIRS, INTERLEAVED,
             )  # fmt: skip
-        if DIM > TURNED:
-            if ROTATE:
-                z = rotated(dx, signs, DIM)
-            else:
-                z = _read(read, dx8_strides[3], inside, cols, cols < DIM, mean_ptr, mean_step, weights)
-            z = z.to(dx_ptr.dtype.element_ty)
-            tl.store(
-                write + cols.to(tl.int64)[None, :] * dx_strides[3], z, mask=inside[:, None] & (cols < DIM)[None, :]
-            )
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -179,9 +187,8 @@ def _undo_kernel(
     dk8_ptr, dk_ptr, dk8_strides, dk_strides, keys, kv_heads, kv_lanes,
     mean_ptr, dlse_ptr, lse_ptr, mean_strides, dlse_strides, lse_strides, group, scale,
     cos_ptr, sin_ptr, cos_strides, sin_strides, shift,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ROTATE: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Programs of dq first, then of dk: see `_undo`."""
     number = tl.program_id(0)
@@ -191,7 +198,7 @@ def _undo_kernel(
                 number, dq8_ptr, dq_ptr, dq8_strides, dq_strides, tokens, heads, lanes,
                 mean_ptr, dlse_ptr, lse_ptr, mean_strides, dlse_strides, lse_strides, group, scale,
                 cos_ptr, sin_ptr, cos_strides, sin_strides, shift,
-                DIM, BLOCK_D, PAIRS, BLOCK_PAIRS, BLOCK_REST, INTERLEAVED, ROTATE, BLOCK, TILES,
+                DIM, BLOCK_D, PAIRS, INTERLEAVED, ROTATE, BLOCK, TILES,
             )  # fmt: skip
     if dk8_ptr is not None:
         if number >= q_programs:
@@ -199,7 +206,7 @@ def _undo_kernel(
                 number - q_programs, dk8_ptr, dk_ptr, dk8_strides, dk_strides, keys, kv_heads, kv_lanes,
                 None, None, None, None, None, None, 1, 0.0,
                 cos_ptr, sin_ptr, cos_strides, sin_strides, 0,
-                DIM, BLOCK_D, PAIRS, BLOCK_PAIRS, BLOCK_REST, INTERLEAVED, ROTATE, BLOCK, TILES,
+                DIM, BLOCK_D, PAIRS, INTERLEAVED, ROTATE, BLOCK, TILES,
             )  # fmt: skip
 
 
@@ -306,11 +313,13 @@ class UndoConfig(NamedTuple):
 
 def _default(dims, arch, dtype) -> UndoConfig:
     # as in quantize.py: a CTA has the Hadamard matrix to make, so that it gets as many tiles as leave 4 CTAs for a SM.
-    # sm_90, bf16, head dim 128: 74 KB and up to 168 registers, so that three CTAs of a SM have tiles of 16 KB in
-    # flight; tiles of 128 tokens of 8 warps take 131 KB, one CTA
-    tokens = min(128, max(16, 8192 // next_power_of_2(dims["dim"])))
+    # sm_90, head dim 128: in bf16 74 KB and up to 148 registers, so that three CTAs of a SM have tiles of 16 KB in
+    # flight (tiles of 128 tokens of 8 warps take 131 KB, one CTA); in fp32, whose products are no tensor core's, tiles
+    # of 64 tokens spill where angles turn them
+    wide = dtype == torch.float32
+    tokens = 16 if wide else min(128, max(16, 8192 // next_power_of_2(dims["dim"])))
     tiles = min(8, max(1, cdiv(dims["rows"], tokens) // (4 * max(1, arch.sms))))
-    return UndoConfig(tokens, tiles, 8, 1) if dtype == torch.float32 else UndoConfig(tokens, tiles, 4, 2)
+    return UndoConfig(tokens, tiles, 8, 1) if wide else UndoConfig(tokens, tiles, 4, 2)
 
 
 def _dims(dq8, dk8, *rest) -> dict[str, int]:
@@ -321,7 +330,7 @@ def _dims(dq8, dk8, *rest) -> dict[str, int]:
 
 GRADIENTS = Space(
     default=_default, dims=_dims,
-    choices={"tokens": (32, 64, 128), "tiles": (1, 2, 4, 8, 16), "num_warps": (4, 8), "num_stages": (1, 2)},
+    choices={"tokens": (16, 32, 64, 128), "tiles": (1, 2, 4, 8, 16), "num_warps": (4, 8), "num_stages": (1, 2)},
 )  # fmt: skip
 
 
@@ -346,7 +355,7 @@ def attention_fp8_gradients(
     """One launch over blocks of tokens of all heads of dq, then of dk."""
     results = gradients_like(dq8, dk8, dtype)
     angles = Angles(cos, sin, interleaved)
-    dim, pairs = next(x.shape[3] for x in (dq8, dk8) if x is not None), 0 if cos is None else cos.shape[-1]
+    dim = next(x.shape[3] for x in (dq8, dk8) if x is not None)
     given, programs = [], []
     for dx8, dx in zip((dq8, dk8), results):
         if dx8 is None:
@@ -362,8 +371,8 @@ def attention_fp8_gradients(
     launch(
         _undo_kernel, (sum(programs),), *given[:-1], *moved, *(None if x is None else x.stride() for x in moved),
         1 if mean is None else dq8.shape[1] // mean.shape[1], scale, *angles.arguments(), offset,
-        DIM=dim, BLOCK_D=next_power_of_2(dim), **angles.constants(), BLOCK_PAIRS=max(16, next_power_of_2(pairs)),
-        BLOCK_REST=max(16, next_power_of_2(dim - 2 * pairs)), ROTATE=rotate, BLOCK=config.tokens, TILES=config.tiles,
+        DIM=dim, BLOCK_D=max(2, next_power_of_2(dim)), **angles.constants(), ROTATE=rotate, BLOCK=config.tokens,
+        TILES=config.tiles,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return results
