@@ -5,12 +5,22 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tilesmith import use
 from tilesmith.hardware.detect import arch_of
-from tilesmith.ops import Mask, Score, attention, attention_fp8, attention_quantize, rope
-from tilesmith.ops.attn.op import attention_op
+from tilesmith.ops import (
+    Mask,
+    Score,
+    attention,
+    attention_dequantize,
+    attention_fp8,
+    attention_fp8_gradients,
+    attention_quantize,
+    rope,
+)
+from tilesmith.ops.attn.op import attention_op, attention_vjp
 from tilesmith.ops.attn.quantize_reference import hadamard
 from tilesmith.ops.attn.reference import by_token
 
@@ -129,6 +139,29 @@ def test_shares_that_a_query_gives_to_values_add_up_to_one():
     (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
     total = dv.double().sum((1, 2))
     torch.testing.assert_close(total, torch.full_like(total, 4 * 256), rtol=2**-6, atol=0.0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("wanted", ["qkv", "k", "v"])
+def test_a_backward_calls_three_ops_and_nothing_of_pytorch(wanted, turned):
+    """Each pass over a tensor of PyTorch's own would take longer than both ops beside attention's gradient."""
+    q, k, v = (x.requires_grad_(name in wanted) for name, x in zip("qkv", _inputs("normal", 40)))
+    table = torch.rand(40, 24, device=DEVICE)
+    cos, sin = (table.cos(), table.sin()) if turned else (None, None)
+    outs = attention_fp8(q, k, v, Mask(causal=True), cos=cos, sin=sin)
+    cotangents = [torch.randn_like(x) for x in outs]
+    called = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is not torch.ops.aten.detach.default:
+                called.append(func.name())
+            return func(*args, **kwargs or {})
+
+    with Recorder():
+        torch.autograd.grad(outs, [x for x in (q, k, v) if x.requires_grad], cotangents)
+    ops = ["attention_dequantize", attention_vjp.dispatched_as]
+    assert called == [f"tilesmith::{name}" for name in (*ops, *["attention_fp8_gradients"] * (wanted != "v"))]
 
 
 def test_a_query_without_keys_gets_no_gradient():
@@ -297,6 +330,43 @@ def test_what_is_refused():
         q8 = q.to(torch.float8_e4m3fn)
         one = torch.ones(1, 1, 1, device=DEVICE)
         attention(q8, q8, q8, q_scale=torch.ones(1, 2, 3, device=DEVICE), k_scale=one, v_scale=one)
+
+
+def test_what_the_ops_of_the_backward_refuse():
+    q = torch.randn(1, 2, 8, 24, device=DEVICE)
+    x8, one = q.to(torch.float8_e4m3fn), torch.ones(1, 1, 1, device=DEVICE)
+    first = [False] * 3
+    for problem, called in (
+        (
+            r"k_scale must be \[1, 2, 8\]",
+            lambda: attention_dequantize(x8, x8, x8, one, one.expand(1, 2, 3), one, first),
+        ),
+        ("tokens_first has 2 values", lambda: attention_dequantize(x8, x8, x8, one, one, one, first[:2])),
+        ("dtype is 'half'", lambda: attention_dequantize(x8, x8, x8, one, one, one, first, "half")),
+        (
+            "v8 requires a gradient",
+            lambda: attention_dequantize(x8, x8, q.clone().requires_grad_(), one, one, one, first),
+        ),
+        ("dk8 requires a gradient", lambda: attention_fp8_gradients(q, q.clone().requires_grad_(), rotate=False)),
+        ("both None", lambda: attention_fp8_gradients(None, None)),
+        ("rotate needs a head dim that is a power of two, got 24", lambda: attention_fp8_gradients(q, q)),
+        ("dk8 must have dq8's batch 1", lambda: attention_fp8_gradients(q, q[..., :16], rotate=False)),
+        ("lse and mean is None", lambda: attention_fp8_gradients(q, q, q[..., 0], rotate=False)),
+        ("are given for dq8", lambda: attention_fp8_gradients(None, q, *[q[..., 0]] * 3, rotate=False)),
+        (r"mean must be \[1, kv heads, 24\]", lambda: attention_fp8_gradients(q, q, *[q[..., 0]] * 3, rotate=False)),
+        ("with P >= 9", lambda: attention_fp8_gradients(q, q, cos=q[0, 0], sin=q[0, 0], offset=1, rotate=False)),
+        ("offset is -1", lambda: attention_fp8_gradients(q, q, cos=q[0, 0], sin=q[0, 0], offset=-1, rotate=False)),
+        ("dtype is 'half'", lambda: attention_fp8_gradients(q, q, dtype="half", rotate=False)),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            called()
+    for problem, called in (
+        ("k8 has dtype torch.int64", lambda: attention_dequantize(x8, q.long(), x8, one, one, one, first)),
+        ("q_scale has dtype torch.int64", lambda: attention_dequantize(x8, x8, x8, one.long(), one, one, first)),
+        ("dk8 has dtype torch.float16", lambda: attention_fp8_gradients(q, q.half(), rotate=False)),
+    ):
+        with pytest.raises(TypeError, match=problem):
+            called()
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

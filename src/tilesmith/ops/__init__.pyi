@@ -144,6 +144,58 @@ def add_runs(
     does not fit, and for tensors that require a gradient.
     """
 
+def attention_dequantize(
+    q8: Tensor,
+    k8: Tensor,
+    v8: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    tokens_first: Sequence[bool],
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q8, k8 and v8 times their factors: (q, k, v) in `dtype`, rounded once.
+
+    q8 [B, H, T, D], k8 [B, G, S, D], v8 [B, G, S, Dv]: float8 or int8 as a rule, any strides. q_scale, k_scale,
+    v_scale: floating, as `attention` takes them. tokens_first: which of q, k and v lie in memory as [B, T, H, D]; the
+    others are contiguous. dtype: "bfloat16", "float16", "float32" or "float64"; for q8 in fp64 it is fp64.
+
+    What `attention_quantize` returned becomes numbers that bf16 has exactly. There are no gradients. Raises ValueError
+    or TypeError for shapes, dtypes and devices that do not fit.
+    """
+
+def attention_fp8_gradients(
+    dq8: Tensor | None,
+    dk8: Tensor | None,
+    dlse: Tensor | None = None,
+    lse: Tensor | None = None,
+    mean: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dtype: Literal["", "bfloat16", "float16", "float32", "float64"] = "",
+    scale: float = 1.0,
+    offset: int = 0,
+    rotate: bool = True,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the q and k that `attention_quantize` took, from those of the values it made: (dq, dk).
+
+    Rounding counts as the identity; what the op did besides is linear in q and k, and its transpose is applied.
+    dq8 [B, H, T, D], dk8 [B, G, S, D]: fp64, fp32, fp16 or bf16, one dtype, any strides; for one that is None an empty
+      tensor comes back.
+    dlse, lse [B, H, T] fp32 (fp64 for fp64), mean [B, G, D] fp32, all of them or none: the mean of the keys, which
+      `lse` was given times q and `scale`, adds dlse * scale * mean to dq8, nothing where lse is -inf.
+    rotate: then rows are multiplied by the Hadamard matrix over sqrt(D), its own inverse; D must be a power of two.
+    cos, sin, interleaved: then rows are turned back by these angles, [P, R/2] or [B or 1, P, R/2], key j by angle j
+      and query i by angle i + offset; offset is S - T.
+    dtype: of the results, "bfloat16", "float16", "float32" or "float64"; "" is that of the gradients given, as is fp64.
+
+    Computed in fp32 (fp64 for fp64) and rounded to the dtype given after each of these steps, or once at the end.
+    Results lie in memory as `torch.empty_like` of dq8 and dk8. There are no gradients of them. Raises ValueError or
+    TypeError for shapes, dtypes and devices that do not fit. Source of the rule: Bengio et al., "Estimating or
+    Propagating Gradients Through Stochastic Neurons", 2013 (straight-through).
+    """
+
 def attention_partial(
     q: Tensor,
     k: Tensor,

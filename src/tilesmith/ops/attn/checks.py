@@ -71,18 +71,49 @@ def _check_values(q, k, v, page_table, k_scale, v_scale, q_scale) -> tuple[int, 
                 f"or an 8-bit {name} with {name}_scale"
             )
         if factor is not None:
-            _floating(f"{name}_scale", factor, q)
-            blocks = x.shape[2] if page_table is not None else -(-x.shape[2] // FACTOR_BLOCK)
-            allowed = (x.shape[:1], x.shape[1:2], (x.shape[2], blocks))
-            if factor.ndim != 3 or any(n != 1 and n not in sizes for n, sizes in zip(factor.shape, allowed)):
-                raise ValueError(
-                    f"attention: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1 and the last "
-                    f"also the number of blocks of {FACTOR_BLOCK} tokens without pages, got {list(factor.shape)}"
-                )
+            check_factor("attention", name, x, factor, page_table is not None)
     batch, heads, tokens, _ = q.shape
     if page_table is not None and page_table.ndim != 2:
         raise ValueError(f"attention: page_table must be [batch, pages], got {list(page_table.shape)}")
     return batch, heads, tokens, key_count(batch, k, page_table)
+
+
+def check_factor(op: str, name: str, x: Tensor, factor: Tensor, paged: bool = False) -> None:
+    """Raise ValueError or TypeError for a factor `name`_scale that does not fit x [B, H, T, D], or pages of a cache."""
+    same_device(f"{name}_scale", factor, x, op)
+    floating(op, f"{name}_scale", factor)
+    blocks = x.shape[2] if paged else -(-x.shape[2] // FACTOR_BLOCK)
+    allowed = (x.shape[:1], x.shape[1:2], (x.shape[2], blocks))
+    if factor.ndim != 3 or any(n != 1 and n not in sizes for n, sizes in zip(factor.shape, allowed)):
+        raise ValueError(
+            f"{op}: {name}_scale must be {list(x.shape[:3])}, where any dim may be 1 and the last "
+            f"also the number of blocks of {FACTOR_BLOCK} tokens without pages, got {list(factor.shape)}"
+        )
+
+
+def check_angles(op: str, q: Tensor, positions: int, cos: Tensor | None, sin: Tensor | None) -> None:
+    """Raise ValueError or TypeError for angles that do not turn q [B, *, *, D], its tokens below so many positions."""
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{op}: cos and sin go together; one of them is None")
+    if cos is None:
+        return
+    batch = q.shape[0]
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is supported")
+        same_device(name, x, q, op)
+        batches = x.ndim == 2 or (x.ndim == 3 and x.shape[0] in (1, batch))
+        if not batches or x.shape[-2] < positions or not 0 < 2 * x.shape[-1] <= q.shape[3] or x.shape != cos.shape:
+            raise ValueError(
+                f"{op}: {name} must be [P, R/2] or [{batch} or 1, P, R/2] with P >= {positions} and R <= {q.shape[3]}, "
+                f"and of cos' shape, got {list(x.shape)}"
+            )
+
+
+def check_rotate(op: str, rotate: bool, dim: int) -> None:
+    """Raise ValueError for a head dim of which there is no Hadamard matrix."""
+    if rotate and dim & (dim - 1):
+        raise ValueError(f"{op}: rotate needs a head dim that is a power of two, got {dim}; pass rotate=False")
 
 
 def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 from tilesmith.engine import register_kernel
 from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
+from tilesmith.ops.attn.dequantize_op import attention_dequantize
 from tilesmith.ops.attn.op import attention_op
 
 
@@ -23,15 +24,9 @@ def attention(call) -> tuple[Tensor, Tensor]:
     """Values times their factors in the dtype of `out`, exactly where those are powers of two; then whichever kernel
     serves that dtype."""
     like = reference.out_like(call.q, call.v.shape[3])
-    q, k, v = (
-        x if factor is None else widened(x, factor, reference.out_like(x, x.shape[3]))
-        for x, factor in ((call.q, call.q_scale), (call.k, call.k_scale), (call.v, call.v_scale))
-    )
+    values, factors = (call.q, call.k, call.v), (call.q_scale, call.k_scale, call.v_scale)
+    first = [reference.is_tokens_first(x) for x in values]
+    q, k, v = attention_dequantize.run((*values, *factors, first, "bfloat16"))
     out, lse = attention_op.run(call._replace(q=q, k=k, v=v, q_scale=None, k_scale=None, v_scale=None))
     # the stride of a dim of size 1 may say another memory order of the widened q
     return (out if out.stride() == like.stride() else like.copy_(out)), lse
-
-
-def widened(x: Tensor, factor: Tensor, into: Tensor) -> Tensor:
-    """into, filled with x times its factors, rounded once: every 8-bit number is one of bf16 and fp16."""
-    return into.copy_(x).mul_(reference.by_token(factor, x))

@@ -11,11 +11,10 @@ from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import attributed_to, tensor
 from tilesmith.engine.choice import pinned
 from tilesmith.ops.attn import checks, quantize_reference
-from tilesmith.ops.attn.dequantised import widened
+from tilesmith.ops.attn.dequantize_op import attention_dequantize, attention_fp8_gradients
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import EVERYTHING, SCALED, attention_op, attention_vjp, with_unit_stride
-from tilesmith.ops.attn.reference import FACTOR_BLOCK, empty_tokens_first, is_tokens_first
-from tilesmith.ops.rotary.op import rope_vjp
+from tilesmith.ops.attn.reference import FACTOR_BLOCK, is_tokens_first
 
 GRANULARITIES = ("block", "head", "tensor")
 
@@ -50,34 +49,14 @@ def _check(
                 "attention_fp8, which has one"
             )
     checks.check_shapes(name, q, k, v)
-    _check_angles(name, q, k, cos, sin)
+    checks.check_angles(name, q, k.shape[2], cos, sin)
+    if cos is not None and q.shape[2] > k.shape[2]:
+        raise ValueError(f"{name}: with cos and sin q may have k's {k.shape[2]} tokens at most, got {q.shape[2]}")
     if granularity not in GRANULARITIES:
         raise ValueError(
             f"{name}: granularity is {granularity!r}; it must be one of {', '.join(map(repr, GRANULARITIES))}"
         )
-    dim = q.shape[3]
-    if rotate and dim & (dim - 1):
-        raise ValueError(f"{name}: rotate needs a head dim that is a power of two, got {dim}; pass rotate=False")
-
-
-def _check_angles(name: str, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-    if (cos is None) != (sin is None):
-        raise ValueError(f"{name}: cos and sin go together; one of them is None")
-    if cos is None:
-        return
-    batch, keys = k.shape[0], k.shape[2]
-    for x_name, x in (("cos", cos), ("sin", sin)):
-        if x.dtype not in checks.FLOATS:
-            raise TypeError(f"{name}: {x_name} has dtype {x.dtype}; float64, float32, float16 or bfloat16 is supported")
-        checks.same_device(x_name, x, q, name)
-        batches = x.ndim == 2 or (x.ndim == 3 and x.shape[0] in (1, batch))
-        if not batches or x.shape[-2] < keys or not 0 < 2 * x.shape[-1] <= q.shape[3] or x.shape != cos.shape:
-            raise ValueError(
-                f"{name}: {x_name} must be [P, R/2] or [{batch} or 1, P, R/2] with P >= {keys} and R <= {q.shape[3]}, "
-                f"and of cos' shape, got {list(x.shape)}"
-            )
-    if q.shape[2] > keys:
-        raise ValueError(f"{name}: with cos and sin q may have k's {keys} tokens at most, got {q.shape[2]}")
+    checks.check_rotate(name, rotate, q.shape[3])
 
 
 attention_quantize = Op(
@@ -162,68 +141,33 @@ class _AttentionFp8(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        *values, q_scale, k_scale, v_scale, mean, cos, sin, out, lse = ctx.saved_tensors
+        *kept, mean, cos, sin, out, lse = ctx.saved_tensors
         _, smooth, rotate, interleaved = ctx.how
-        # 16-bit inputs in bf16: what was multiplied is exact in it, and beyond fp16 where a rotation added up a row
-        dtype = torch.bfloat16 if ctx.dtype.itemsize == 2 else ctx.dtype
-        scales = (q_scale, k_scale, v_scale)
-        q, k, v = (_dequantised(*x, dtype) for x in zip(values, scales, ctx.tokens_first))
-        named = dict(zip(attention_op.parameters, attention_op.bind((q, k, v), ctx.given)))
-        named.update(dout=None if dout is None else dout.to(dtype), dlse=dlse, out=out.to(dtype), lse=lse)
-        named.update(output_mask=(*ctx.needs_input_grad[:3], False, False))
-        gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
-        dq, dk, dv = (dx if wanted else None for dx, wanted in zip(gradients, ctx.needs_input_grad[:3]))
-        if dq is not None and smooth and dlse is not None:
-            dq = _with_mean(dq, mean, dlse, lse, _scale(ctx.given, q))
-        if rotate:
-            signs = quantize_reference.hadamard_signs(q.shape[3], dtype, q.device)
-            dq, dk = (None if dx is None else _rotated_back(dx, signs) for dx in (dq, dk))
-        if cos is not None:
-            dq, dk = (
-                None if dx is None else _turned_back(dx, *_angles(dx, cos, sin, k.shape[2]), interleaved)
-                for dx in (dq, dk)
-            )
-        dq, dk, dv = (None if dx is None else dx.to(ctx.dtype) for dx in (dq, dk, dv))
-        return dq, dk, dv, None, None, None, None
+        q8, k8, *_ = kept
+        dq, dk, dv = _gradients_at_values(ctx, kept, dout, dlse, out, lse)
+        moved = (dlse, lse, mean) if smooth and dq is not None and dlse is not None else (None, None, None)
+        given = next((x for x in (dq, dk) if x is not None), None)
+        if given is not None and (rotate or cos is not None or moved[0] is not None or given.dtype != ctx.dtype):
+            found = attention_fp8_gradients(
+                dq, dk, *moved, cos, sin, str(ctx.dtype)[6:], _scale(ctx.given, q8), k8.shape[2] - q8.shape[2],
+                rotate, interleaved,
+            )  # fmt: skip
+            dq, dk = (None if x is None else dx for x, dx in zip((dq, dk), found))
+        return dq, dk, None if dv is None else dv.to(ctx.dtype), None, None, None, None
+
+
+def _gradients_at_values(ctx, kept, dout, dlse, out, lse) -> tuple[Tensor | None, ...]:
+    """Gradients of the values that the forward multiplied, from e4m3 values and factors; None where none is wanted."""
+    # 16-bit inputs in bf16: what was multiplied is exact in it, and beyond fp16 where a rotation added up a row
+    dtype = torch.bfloat16 if ctx.dtype.itemsize == 2 else ctx.dtype
+    values = attention_dequantize(*kept, ctx.tokens_first, str(dtype)[6:])
+    named = dict(zip(attention_op.parameters, attention_op.bind(values, ctx.given)))
+    named.update(dout=None if dout is None else dout.to(dtype), dlse=dlse, out=out.to(dtype), lse=lse)
+    named.update(output_mask=(*ctx.needs_input_grad[:3], False, False))
+    gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
+    return tuple(dx if wanted else None for dx, wanted in zip(gradients, ctx.needs_input_grad[:3]))
 
 
 def _scale(given: dict, q: Tensor) -> float:
     scale = given.get("scale")
     return q.shape[3] ** -0.5 if scale is None else scale
-
-
-def _dequantised(x8: Tensor, factors: Tensor, tokens_first: bool, dtype: torch.dtype) -> Tensor:
-    """x8 [B, H, T, D] times its factors in dtype; tokens_first: in memory [B, T, H, D], else contiguous."""
-    _, heads, _, dim = x8.shape
-    into = empty_tokens_first(x8, heads, dim, dtype) if tokens_first else x8.new_empty(x8.shape, dtype=dtype)
-    return widened(x8, factors, into)
-
-
-def _with_mean(dq: Tensor, mean: Tensor, dlse: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """dq and what scale * shift, which `lse` was given, adds to it: the mean of the keys [B, G, D] for each query.
-    Nothing where a query saw no key. `out` has none of it. In dk it cancels, since the keys make up their mean."""
-    dlse = torch.where(lse == float("-inf"), 0.0, dlse * scale).unsqueeze(-1)
-    mean = mean.repeat_interleave(dq.shape[1] // mean.shape[1], 1).unsqueeze(2)
-    return torch.addcmul(dq, dlse, mean).to(dq.dtype)
-
-
-def _rotated_back(dx: Tensor, signs: Tensor) -> Tensor:
-    """dx [B, H, T, D] times the Hadamard matrix, rounded once. Its root goes into the sum: bf16 does not have it."""
-    first = is_tokens_first(dx)
-    rows = dx.transpose(1, 2) if first else dx
-    shape, nothing = rows.shape, dx.new_zeros(1)
-    rows = torch.addmm(nothing, rows.reshape(-1, shape[3]), signs, beta=0, alpha=shape[3] ** -0.5).view(shape)
-    return rows.transpose(1, 2) if first else rows
-
-
-def _turned_back(dx: Tensor, cos: Tensor, sin: Tensor, offset: int, interleaved: bool) -> Tensor:
-    return rope_vjp(dx, None, cos, sin, None, None, None, offset, interleaved, False, False, (True, False))[0]
-
-
-def _angles(x: Tensor, cos: Tensor, sin: Tensor, keys: int) -> tuple[Tensor, Tensor, int]:
-    """cos, sin and offset with which `rope` rotates x, the queries or keys [B, heads, T, D]: a table of rows has an
-    angle for each token there, one of positions any number."""
-    first = keys - x.shape[2]
-    if cos.ndim == 2:
-        return cos, sin, first
-    return cos[:, first:keys], sin[:, first:keys], 0

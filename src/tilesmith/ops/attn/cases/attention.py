@@ -544,4 +544,6 @@ CASES: dict[str, list[Case]] = {
     "attention": [*ATTENTION, *decode_cases.CASES, *fp8_cases.ATTENTION],
     "attention_partial": PARTIAL,
     "attention_quantize": fp8_cases.QUANTIZE,
+    "attention_dequantize": fp8_cases.DEQUANTIZE,
+    "attention_fp8_gradients": fp8_cases.GRADIENTS,
 }

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tilesmith.ops.attn.quantize_reference import DTYPES
+
 
 def _pairs(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, page_table: Tensor | None,
@@ -84,6 +86,10 @@ bytes_moved = {
     "attention_quantize": lambda q, k, v, smooth: (
         _held(q, k, v, k if smooth else None) + sum(map(Tensor.numel, (q, k, v)))
     ),
+    "attention_dequantize": lambda q8, k8, v8, dtype: (
+        _held(q8, k8, v8) + DTYPES[dtype].itemsize * sum(map(Tensor.numel, (q8, k8, v8)))
+    ),
+    "attention_fp8_gradients": lambda dq8, dk8: 2 * _held(dq8, dk8),
     "attention_partial": lambda q, k, v: 2 * _held(q, k, v),
     "accumulate_attention": lambda out_a, lse_a: 3 * _held(out_a, lse_a),
     "merge_attention": lambda out_a, lse_a: 3 * _held(out_a, lse_a),

@@ -14,9 +14,9 @@ from tilesmith.ops.attn.reference import FACTOR_BLOCK
 
 
 @triton.jit
-def _signs(BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
-    """Sylvester's Hadamard matrix: element (i, j) is negative where i & j has an odd number of bits."""
-    bits = tl.arange(0, BLOCK_D)[:, None] & tl.arange(0, BLOCK_D)[None, :]
+def hadamard_signs(cols, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns of Sylvester's Hadamard matrix: element (i, j) is negative where i & j has an odd number of bits."""
+    bits = tl.arange(0, BLOCK_D)[:, None] & cols[None, :]
     bits ^= bits >> 4
     odd = (0x6996 >> (bits & 15)) & 1
     return (1 - 2 * odd).to(tl.float32).to(DTYPE)
@@ -50,8 +50,8 @@ def _load(
 
 
 @triton.jit
-def _rotated(x, signs, DIM: tl.constexpr):
-    """x times the Hadamard matrix over the root of DIM. What is no longer in its dtype goes in three parts of it."""
+def rotated(x, signs, DIM: tl.constexpr):
+    """x times columns of the Hadamard matrix over the root of DIM. What is not in its dtype goes in three of them."""
     DTYPE: tl.constexpr = signs.dtype
     if x.dtype == DTYPE:
         y = tl.dot(x, signs, input_precision="ieee")
@@ -101,7 +101,8 @@ def _key_mean_kernel(
     mean = tl.sum(total, 0) * share
     if ROTATE:
         rows = tl.arange(0, BLOCK)[:, None]
-        tile = _rotated(tl.where(rows == 0, mean[None, :], 0.0), _signs(BLOCK_D, k_ptr.dtype.element_ty), DIM)
+        signs = hadamard_signs(cols, BLOCK_D, k_ptr.dtype.element_ty)
+        tile = rotated(tl.where(rows == 0, mean[None, :], 0.0), signs, DIM)
         mean = tl.sum(tile, 0)  # of one row, and zeros
     tl.store(mean_ptr + row * DIM + cols, mean, mask=cols < DIM)
 
@@ -135,7 +136,7 @@ def _quantize(
     cols = tl.arange(0, BLOCK_D)
     signs = 0
     if ROTATE:
-        signs = _signs(BLOCK_D, x_ptr.dtype.element_ty)
+        signs = hadamard_signs(cols, BLOCK_D, x_ptr.dtype.element_ty)
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + (row // group).to(tl.int64) * DIM + cols, mask=cols < DIM, other=0.0)[None, :]
     if x8_ptr is not None:
@@ -148,7 +149,7 @@ def _quantize(
             DIM, BLOCK_D, PAIRS, INTERLEAVED,
         )  # fmt: skip
         if ROTATE:
-            x = _rotated(x, signs, DIM)
+            x = rotated(x, signs, DIM)
         x = x.to(tl.float32)
         if mean_ptr is not None:
             if shift_ptr is not None:
@@ -225,13 +226,19 @@ def _rejects(call) -> list[str]:
     for name in ("q", "v"):
         if not 16 <= getattr(call, name).cols <= 128:  # at 256 a CTA's Hadamard matrix fills its shared memory
             reasons.append(f"{name} has head dim {getattr(call, name).cols}; 16 to 128 are supported")
-    if call.q.dtype == torch.float32 and call.q.cols > 64 and (call.arch.shared_memory or 2**17) < 2**17:
-        reasons.append(f"q is torch.float32 with head dim {call.q.cols}; up to 64 fit in {call.arch.name}'s memory")
+    reasons += matrix_reasons("q", call.q, call.arch)
     if call.arch.kind == "cuda" and call.arch.capability < (8, 9):
         reasons.append(f"{call.arch.name} does not convert to e4m3; compute capability 8.9 and up does")
     if call.arch.kind == "hip":
         reasons.append(f"{call.arch.name} does not convert to float8_e4m3fn")
     return reasons
+
+
+def matrix_reasons(name: str, x, arch) -> list[str]:
+    """Why a CTA has no room for rows of x and a Hadamard matrix of their dtype."""
+    if x.dtype == torch.float32 and x.cols > 64 and (arch.shared_memory or 2**17) < 2**17:
+        return [f"{name} is torch.float32 with head dim {x.cols}; up to 64 fit in {arch.name}'s memory"]
+    return []
 
 
 def _default(dims, arch, dtype) -> QuantizeConfig:
@@ -272,7 +279,7 @@ def attention_quantize(
     config: QuantizeConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The keys' mean from sums of blocks; then one launch for q, k and v, two where factors are not of blocks."""
-    angles = _Angles(cos, sin, interleaved)
+    angles = Angles(cos, sin, interleaved)
     shift, mean = (q.new_empty(0, dtype=torch.float32) for _ in range(2))
     if smooth:
         mean = _key_mean(k, angles, rotate)
@@ -291,7 +298,7 @@ def attention_quantize(
     return *outputs, *map(factors, sizes), shift, mean
 
 
-class _Angles(NamedTuple):
+class Angles(NamedTuple):
     """Angles of a rotary embedding, or none."""
 
     cos: Tensor | None
@@ -319,7 +326,7 @@ class _Work(NamedTuple):
     values: tuple[Tensor, Tensor, Tensor]
     mean: Tensor | None
     shift: Tensor | None
-    angles: _Angles
+    angles: Angles
     rotate: bool
     config: QuantizeConfig
 
@@ -345,7 +352,7 @@ class _Work(NamedTuple):
         )  # fmt: skip
 
 
-def _key_mean(k: Tensor, angles: _Angles, rotate: bool) -> Tensor:
+def _key_mean(k: Tensor, angles: Angles, rotate: bool) -> Tensor:
     batch, heads, tokens, dim = k.shape
     blocks, step, wide = cdiv(tokens, FACTOR_BLOCK), smoothed_step(tokens), next_power_of_2(dim)
     chunks = cdiv(blocks, step)
