@@ -26,7 +26,6 @@ from tilesmith.attention.fusion import (
 )
 from tilesmith.engine import use
 from tilesmith.models.layers.norm_rotary import deferred
-from tilesmith.models.layers.packed_products import adjacent
 from tilesmith.models.layers.packing import PackedForm, PackRule
 from tilesmith.models.layers.transformer_layers import LayerRule
 from tilesmith.models.sizing.memory_estimate import LiveBytes
@@ -207,6 +206,11 @@ def test_packed_products_are_the_same_and_undone_to_the_bit(family):
     assert not any(forms(m) for m in model.modules())
     owned = [p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in model.parameters()]
     assert all(owned)
+
+
+def adjacent(parts):
+    """Whether each is where the one before ends."""
+    return all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(parts))
 
 
 def _packed(module):
