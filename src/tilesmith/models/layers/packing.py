@@ -176,7 +176,11 @@ def _methods(cls: type) -> list[Callable[..., Any]]:
 
 
 def _together(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The children that statements of one block, which are sure to run, give the same unchanged variable."""
+    """The children that statements of one block, which are sure to run, give the same unchanged variable.
+
+    A variable that is handed to others in between ends a group. Outside of inference mode the tensor's version tells of
+    a write that does not show here, through a view that was made before.
+    """
     found: dict[str, list[str]] = {}
     best: tuple[str, ...] = ()
     for statement in block:
@@ -186,7 +190,7 @@ def _together(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
         parents = flow.parents_under(statement)
         for node, certain in flow.in_order(statement):
             name, given = _called(node, names)
-            if name is None:  # under inference mode no version tells whether somebody has written to what it was given
+            if name is None:
                 found = {given: layers for given, layers in found.items() if not flow.taker(node, {given}, parents)}
             elif certain and name not in found.setdefault(given, []):
                 found[given].append(name)
