@@ -481,6 +481,11 @@ BAD = [
     (lambda: FusionConfig(enable_mixed_precision=1), TypeError, "enable_mixed_precision must be True or False"),
     (lambda: UnifiedAttentionFusion(_layer()), TypeError, "call create_unified_attention_fusion"),
     (lambda: benchmark_fusion_performance(_layer(), _layer(), torch.ones(2, 2, 16)), ValueError, "is not fused"),
+    (
+        lambda: benchmark_fusion_performance(_layer(), _layer(), None),
+        TypeError,
+        "input_data must be a tensor, .* got None",
+    ),
 ]
 
 
