@@ -288,3 +288,17 @@ def test_the_guide():
     code = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
     assert len(code) == 5
     exec(compile("\n".join(code), guide.name, "exec"), {"__name__": "guide"})
+
+
+def test_layers_in_fp64_are_allowed_the_rounding_of_fp64():
+    """The oracle is no more exact than they are: sums in another order differ."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        results = VALIDATOR.validate_attention_component(AttentionLayer(16, 4).double(), 16, 4)
+        assert results.passed, results
+
+
+def test_an_activation_that_mixes_features_is_told():
+    results = VALIDATOR.validate_activation_component(nn.Softmax(-1))
+    assert not results["each element"].passed and results["forward"].passed
+    assert VALIDATOR.validate_activation_component(nn.PReLU(64)).passed

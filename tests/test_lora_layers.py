@@ -177,6 +177,25 @@ def test_an_adapter_is_added_to_what_another_layer_computes():
         assert judged.passed, (name, judged)
 
 
+class Widening(nn.Linear):
+    """A layer that returns fp32."""
+
+    def forward(self, x):
+        """A product in fp32."""
+        return nn.functional.linear(x.float(), self.weight.float(), self.bias.float())
+
+
+def test_the_adapter_of_a_layer_that_returns_fp32_is_not_rounded():
+    model = Layers()
+    model.first = Widening(FEATURES, OUTPUTS, dtype=torch.bfloat16)
+    theirs = adapted(model, target_modules=["first"]).base_model.model.first
+    ours, x = optimize(copy.deepcopy(theirs)), inputs(torch.bfloat16)
+    count, y = served(ours, x)
+    assert count == 1 and y.dtype is torch.float32
+    judged = compare(y, theirs(x), copy.deepcopy(theirs).double()(x.double()))
+    assert judged.passed, judged
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

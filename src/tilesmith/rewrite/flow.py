@@ -50,19 +50,19 @@ def in_order(node: ast.AST, certain: bool = True) -> Iterator[tuple[ast.AST, boo
 
 def first_use(statement: ast.stmt, names: set[str], wanted: dict[int, str]) -> Use | None:
     """The first of the `wanted` calls (by id) in a simple statement that takes one of `names` as its one argument."""
-    parents = {id(child): parent for parent in ast.walk(statement) for child in ast.iter_child_nodes(parent)}
+    parents = parents_under(statement)
     others = ""
     for node, certain in in_order(statement):
         if id(node) in wanted and isinstance(node.args[0], ast.Name) and node.args[0].id in names:
             return Use(node, others, certain)
-        others = others or _taker(node, names, parents)
+        others = others or taker(node, names, parents)
     return None
 
 
 def escapes_through(statement: ast.stmt, names: set[str]) -> str:
     """Who a simple statement hands one of `names` to, as source text; "" if nobody could write to its value."""
-    parents = {id(child): parent for parent in ast.walk(statement) for child in ast.iter_child_nodes(parent)}
-    return next(filter(None, (_taker(node, names, parents) for node in ast.walk(statement))), "")
+    parents = parents_under(statement)
+    return next(filter(None, (taker(node, names, parents) for node in ast.walk(statement))), "")
 
 
 def mentions(node: ast.AST, names: set[str]) -> bool:
@@ -90,7 +90,12 @@ def _children(node: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
         yield from ((child, once) for child in ast.iter_child_nodes(node))
 
 
-def _taker(node: ast.AST, names: set[str], parents: dict[int, ast.AST]) -> str:
+def parents_under(node: ast.AST) -> dict[int, ast.AST]:
+    """What holds each node under `node`, by ids."""
+    return {id(child): parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
+
+
+def taker(node: ast.AST, names: set[str], parents: dict[int, ast.AST]) -> str:
     """The source text of `node` if it may write to the value of one of `names`, or keep it for somebody who may."""
     if isinstance(node, ast.Call):  # it happens after its arguments
         taken = [*node.args, *(keyword.value for keyword in node.keywords)]

@@ -85,7 +85,8 @@ class ComponentValidator:
     say which. Further: the shape of the output, finite values, the same result of a second call, inputs that are not
     written to, the same result from strided inputs, and rows of a batch that do not depend on one another. A layer
     without a formula must do what its kind does: of attention tokens see others, a norm depends on the direction of a
-    token and not on its length, an MLP is not linear. The layer and random numbers are left as they were.
+    token and not on its length, an MLP is not linear, an activation maps each element. The layer and random numbers are
+    left as they were.
 
     device: where to validate; the layer's own if None. dtype: in which; the layer's own if None. Raises ValueError for
     a device that is not here.
@@ -139,9 +140,10 @@ class ComponentValidator:
         return self._validated(layer, (BATCH, TOKENS, hidden_size), (BATCH, TOKENS, hidden_size), None, _bends)
 
     def validate_activation_component(self, layer: nn.Module, *, features: int = 64) -> ValidationResults:
-        """A layer that maps each element."""
+        """A layer that maps each element: no feature may depend on another."""
         size("validate_activation_component", "features", features)
-        return self._validated(layer, (BATCH, features), (BATCH, features), None)
+        law = _maps_each if features > 1 else None
+        return self._validated(layer, (BATCH, features), (BATCH, features), None, law)
 
     def validate_decoder_component(self, model: nn.Module, vocab_size: int) -> ValidationResults:
         """A model from token ids [B, T] to logits [B, T, vocab_size]."""
@@ -209,15 +211,16 @@ def _checks(
         except Exception as problem:  # foreign code that computes in one dtype
             told = f"there is nothing to compare with, as a copy in it raises {type(problem).__name__}: {problem}"
             return [*found, Check("float64", False, message=told)]
-    found += [_judged(name, got[name], reference[name], exact[name]) for name in got if name in exact]
+    eps = _rounding(layer, x)
+    found += [_judged(name, got[name], reference[name], exact[name], eps) for name in got if name in exact]
     lost = [name for name in exact if name not in got]
     found += [Check(name, False, message="there is none") for name in lost]
     with torch.no_grad():
         again, strided = _call(layer, x.clone()), _call(layer, _strided(x))
         alone = torch.cat([_call(layer, row.clone()) for row in x.split(1)])
-    found.append(_judged("repeats", again, once, once.double()))  # up to rounding: sums may be in another order
-    found.append(_judged("strided inputs", strided, reference["forward"], exact["forward"]))
-    found.append(_judged("rows alone", alone, reference["forward"], exact["forward"]))
+    found.append(_judged("repeats", again, once, once.double(), eps))  # up to rounding: sums may be in another order
+    found.append(_judged("strided inputs", strided, reference["forward"], exact["forward"], eps))
+    found.append(_judged("rows alone", alone, reference["forward"], exact["forward"], eps))
     if law is not None:
         with torch.no_grad(), _references():
             found.append(law(lambda given: _call(wide, given), x.double()))
@@ -250,6 +253,14 @@ def _bends(layer: Callable[[Tensor], Tensor], x: Tensor) -> Check:
     return _said("not linear", not straight, "f(x + y) + f(0) is f(x) + f(y): it is linear or constant")
 
 
+def _maps_each(layer: Callable[[Tensor], Tensor], x: Tensor) -> Check:
+    """Whether the features of [B, C] do not see one another."""
+    other = x.clone()
+    other[:, 0] = -x[:, 0]
+    alone = _same(layer(other)[:, 1:], layer(x)[:, 1:])
+    return _said("each element", alone, "what it returns for a feature depends on another one")
+
+
 def _same(got: Tensor, wanted: Tensor) -> bool:
     """Whether two results in fp64 are equal up to the rounding of fp32, in which a layer may compute inside."""
     return compare(got, wanted, wanted, torch.float32).passed
@@ -259,8 +270,15 @@ def _said(name: str, passed: bool, message: str) -> Check:
     return Check(name, passed, message="" if passed else message)
 
 
-def _judged(name: str, got: Tensor, reference: Tensor, exact: Tensor) -> Check:
-    budget: Budget = compare(got, reference, exact)
+def _rounding(layer: nn.Module, x: Tensor) -> float:
+    """What an fp64 sum may be off by, relative to its terms: its order alone changes it by an eps for each of them. A
+    layer in fp64 is compared with fp64; for other dtypes this is nothing."""
+    terms = max(x.numel(), *(max(p.shape, default=1) for p in layer.parameters()), 1)
+    return terms * torch.finfo(torch.float64).eps
+
+
+def _judged(name: str, got: Tensor, reference: Tensor, exact: Tensor, eps: float) -> Check:
+    budget: Budget = compare(got, reference, exact, eps=eps)
     return Check(name, budget.passed, budget.error, budget.allowed, budget.message)
 
 

@@ -98,6 +98,8 @@ def benchmark_fusion_performance(
             raise TypeError(
                 f"benchmark_fusion_performance: {name} must be a torch.nn.Module, got {type(value).__name__}"
             )
+    if input_data is None:  # for which a sample would be made
+        raise TypeError("benchmark_fusion_performance: input_data must be a tensor, a tuple or a dict, got None")
     size("benchmark_fusion_performance", "num_runs", num_runs)
     flag("benchmark_fusion_performance", "backward", backward)
     if not isinstance(fused_model, UnifiedAttentionFusion):

@@ -49,7 +49,7 @@ class OptimizationLevel(enum.Enum):
         torch's encoder and decoder layers (activation in the first product), the loss without logits. Attention that
         drops weights draws other random numbers than PyTorch's.
     AGGRESSIVE: besides, what moves memory or draws other random numbers: weights that multiply one tensor are moved
-        into one storage for one product (q, k, v; gate, up); dropouts go into one op with sum and norm, which
+        below one another for one product (q, k, v; gate, up); dropouts go into one op with sum and norm, which
         `optimize` does, too.
     """
 

@@ -75,7 +75,9 @@ def beside(base: nn.Module, x: Tensor, a: Tensor, b: Tensor, dropout: nn.Module,
     if drops(dropout):  # in the adapter's dtype, as PEFT: the same numbers are dropped, and none is rounded
         added = ops.lora_linear(dropout(x.to(a.dtype)), None, a, b, None, scale)
         return (y + added).to(y.dtype)
-    return y + ops.lora_linear(dropout(x), None, a, b, None, scale).to(y.dtype)
+    x = dropout(x)
+    x = x.to(torch.promote_types(x.dtype, y.dtype))  # the op rounds to x's dtype; a base layer may return a wider one
+    return y + ops.lora_linear(x, None, a, b, None, scale).to(y.dtype)
 
 
 def obstacle(module: nn.Module, name: str, a: nn.Module, b: nn.Module) -> str | None:

@@ -1,9 +1,10 @@
-"""Products of several linear layers as one: weights in one storage, and what has not been asked for yet."""
+"""Products of several linear layers as one: weights in one memory, and what has not been asked for yet."""
 
 from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,31 +21,85 @@ MOST_IN_VAIN = 2  # an exception between two layers leaves one behind; code that
 
 
 class _Joined(torch.autograd.Function):
-    """Tensors that follow one another in memory as one; its gradient is handed out as views."""
+    """Parameters that follow one another in memory as one tensor; its gradient is handed out as views.
+
+    used: the parts of the product that a backward has given a gradient; the parameters of the others get none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(*parts)  # whoever writes to one of them before the backward is told
-        return _spanning(parts)
+    def forward(ctx: Any, whole: _Whole, used: set[int], *parts: Tensor) -> Tensor:
+        ctx.used, ctx.sizes = used, [part.shape[0] for part in parts]
+        return whole.memory.data  # the same memory, but no view of it, which autograd would look after
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad.split([part.shape[0] for part in ctx.saved_tensors])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(g if i in ctx.used else None for i, g in enumerate(grad.split(ctx.sizes)))
 
 
 class _Parts(torch.autograd.Function):
-    """The columns of a product as separate tensors, which are disjoint and may be written to; one pass back."""
+    """The columns of a product as separate tensors, which are disjoint and may be written to; one pass back.
+
+    weights: those that the gradient of the product's input is made of.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, y: Tensor, sizes: tuple[int, ...], weights: Sequence[Tensor], used: set[int]
+    ) -> tuple[Tensor, ...]:
+        ctx.sizes, ctx.used = sizes, used
+        ctx.set_materialize_grads(False)
+        # Views of no element: whoever writes to a weight before the backward is told, and nothing is kept.
+        ctx.save_for_backward(*(weight.detach()[:0] for weight in weights))
         starts = itertools.accumulate(sizes, initial=y.storage_offset())
         shapes = [(*y.shape[:-1], size) for size in sizes]
         storage = y.untyped_storage()
         return tuple(y.new_empty(0).set_(storage, start, shape, y.stride()) for start, shape in zip(starts, shapes))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(grads, -1), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        ctx.saved_tensors  # noqa: B018 - raises for a weight that was written to
+        ctx.used.update(i for i, grad in enumerate(grads) if grad is not None)
+        like = next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            return None, None, None, None
+        shape = like.shape[:-1]
+        given = [like.new_zeros((*shape, n)) if g is None else g for g, n in zip(grads, ctx.sizes)]
+        return torch.cat(given, -1), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor, ...]:
+        return tuple(part.contiguous() for part in dy.split(ctx.sizes, -1))
+
+
+class _Whole:
+    """Memory that parameters fill, one after the other. Each has a storage of its own, which is a part of this one:
+    whoever tells tensors apart by their storages, as code that saves them does, sees nothing shared."""
+
+    def __init__(self, parts: Sequence[Tensor]):
+        self.memory = torch.cat([part.data for part in parts])
+
+    def take(self, parts: Sequence[Tensor]) -> None:
+        """Let the parameters whose values these are be here; they stay the same objects."""
+        end = 0
+        for part in parts:
+            start, end = end, end + part.nbytes
+            storage = self.memory.untyped_storage()[start:end]
+            part.data = self.memory.new_empty(0).set_(storage, 0, part.shape)
+
+    def filled_by(self, parts: Sequence[Tensor | None]) -> bool:
+        """Whether these are plain parameters, each contiguous and where the one before ends."""
+        at = self.memory.data_ptr()
+        for part in parts:
+            if type(part) is not nn.Parameter or part.data_ptr() != at or not part.is_contiguous():
+                return False
+            at += part.nbytes
+        return at == self.memory.data_ptr() + self.memory.nbytes
+
+    def holds(self, part: Tensor | None) -> bool:
+        """Whether a plain parameter is here."""
+        if type(part) is not nn.Parameter:
+            return False
+        return 0 <= part.data_ptr() - self.memory.data_ptr() < self.memory.nbytes
 
 
 class Group:
@@ -53,13 +108,43 @@ class Group:
     def __init__(self, layers: Sequence[nn.Linear]):
         self.layers = tuple(layers)
         self.asked: dict[int, _Asked] = {}  # by threads
+        self.wholes: tuple[_Whole, ...] = ()  # of weights and, where there are any, of biases
+        self._first: weakref.ref[Tensor] | None = None  # the first weight when it was moved
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "asked": {}}  # what an exception left behind may be no leaf, which is not copied
+        # What an exception left behind may be no leaf, which is not copied. Copies of the parameters lie elsewhere.
+        return {"layers": self.layers, "asked": {}, "wholes": (), "_first": None}
+
+    @torch.inference_mode(False)  # what is made in it could not be trained
+    def gather(self) -> None:
+        """Move the values of the parameters into one new memory for the weights and one for the biases."""
+        parts = [some for some in tensors_of(self.layers) if some]
+        wholes = tuple(map(_Whole, parts))
+        for whole, some in zip(wholes, parts):
+            whole.take(some)
+        self.wholes, self._first = wholes, weakref.ref(parts[0][0])
+
+    @torch.inference_mode(False)
+    def scatter(self) -> None:
+        """Give each parameter that is still where `gather` put it memory of its own, with its values."""
+        for whole, parts in zip(self.wholes, tensors_of(self.layers)):
+            for part in filter(whole.holds, parts):
+                part.data = part.data.clone()
+        self.wholes = ()
+
+    def together(self) -> bool:
+        """Whether the parameters are where `gather` put them."""
+        parts = [some for some in tensors_of(self.layers) if some]
+        if len(parts) == len(self.wholes) and all(w.filled_by(some) for w, some in zip(self.wholes, parts)):
+            return True
+        first = None if self._first is None else self._first()
+        if self.wholes and not self.wholes[0].holds(first):  # not just replaced for a while: let go of the memory
+            self.wholes = ()
+        return False
 
     def output(self, layer: nn.Module, which: int, x: Tensor) -> Tensor | None:
         """What `layer` computes of x; None if it has to do so itself, as a replica of it has."""
-        if layer is not self.layers[which] or torch_private.functorch() is not None:
+        if layer is not self.layers[which] or torch_private.functorch() is not None or torch.jit.is_tracing():
             return None
         thread = threading.get_ident()
         asked = self.asked.get(thread)
@@ -69,19 +154,21 @@ class Group:
 
     def served(self, x: Tensor) -> bool:
         """Whether the weights lie one below the other, x is of their kind, and one product is worth it."""
+        if type(x) not in (Tensor, nn.Parameter) or not x.ndim:
+            return False
         if torch.is_grad_enabled() and x.numel() > MOST_ROWS * x.shape[-1]:
             return False
-        weights, biases = tensors_of(self.layers)
-        if len({weight.requires_grad for weight in weights}) > 1 or len(biases) not in (0, len(weights)):
-            return False
-        return type(x) in (Tensor, nn.Parameter) and adjacent(weights) and adjacent(biases)
+        weights, _ = tensors_of(self.layers)
+        return self.together() and len({weight.requires_grad for weight in weights}) == 1
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all layers."""
         weights, biases = tensors_of(self.layers)
-        bias = _joined(biases) if biases else None
+        used: set[int] = set()
+        joined = [_joined(whole, used, parts) for whole, parts in zip(self.wholes, (weights, biases))]
         sizes = tuple(weight.shape[0] for weight in weights)
-        return _Parts.apply(F.linear(x, _joined(weights), bias), sizes)
+        read = weights if x.requires_grad and torch.is_grad_enabled() else ()
+        return _Parts.apply(F.linear(x, *joined), sizes, read, used)
 
 
 class _Asked:
@@ -127,48 +214,14 @@ def _stamp(layer: nn.Linear) -> tuple[Any, ...]:
     return tuple((p.data_ptr(), 0 if p.is_inference() else p._version, p.requires_grad) for p in parts if p is not None)
 
 
-def adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether these are plain parameters of one storage, each contiguous and where the one before ends."""
-    end = None
-    for part in parts:
-        if type(part) is not nn.Parameter or not part.is_contiguous() or part.device.type == "meta":
-            return False
-        here = part.data_ptr(), part.storage_offset()
-        if end is not None and here != end:
-            return False
-        end = here[0] + part.numel() * part.element_size(), here[1] + part.numel()
-    return True
-
-
-def _spanning(parts: Sequence[Tensor]) -> Tensor:
-    first = parts[0]
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    with torch.no_grad():
-        return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(whole: _Whole, used: set[int], parts: Sequence[Tensor]) -> Tensor:
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        return _Joined.apply(*parts)
-    return _spanning(parts)
+        return _Joined.apply(whole, used, *parts)
+    return whole.memory
 
 
-@torch.inference_mode(False)  # what is made in it could not be trained
-def pack(parts: Sequence[Tensor]) -> None:
-    """Move the values of parameters into one new storage, in this order; the parameters stay the same objects."""
-    if parts and not adjacent(parts):
-        whole = torch.cat([part.data for part in parts])
-        for part, piece in zip(parts, whole.split([part.shape[0] for part in parts])):
-            part.data = piece
-
-
-@torch.inference_mode(False)
-def unpack(parts: Sequence[Tensor]) -> None:
-    """Give each parameter a storage of its own again, with its values."""
-    if len(parts) > 1 and adjacent(parts):
-        for part in parts:
-            part.data = part.data.clone()
-
-
-def tensors_of(layers: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
-    return [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
+def tensors_of(layers: Sequence[nn.Module]) -> tuple[list[Tensor | None], list[Tensor]]:
+    """The weights of layers, None for one without, and the biases that there are."""
+    held = [layer._parameters for layer in layers]
+    biases = [own.get("bias") for own in held]
+    return [own.get("weight") for own in held], [bias for bias in biases if bias is not None]

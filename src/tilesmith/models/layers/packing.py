@@ -1,9 +1,9 @@
 """Packed products: linear layers that read one tensor (q, k and v; gate and up) computed as one GEMM.
 
-The weights of such layers are moved into one storage, one below the other. They stay the same Parameter objects, each
-a contiguous view of its part, so a state dict, an optimizer and checkpoints see what they saw. The layers are still
-called one by one, by whoever called them: the first to be called computes the product of all, the others hand out
-their part of it if they are given the same tensor.
+The weights of such layers are moved in memory, one below the other. They stay the same Parameter objects, each
+contiguous and with a storage of its own, so a state dict, an optimizer and checkpoints see what they saw. The layers
+are still called one by one, by whoever called them: the first to be called computes the product of all, the others
+hand out their part of it if they are given the same tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.models.layers.gated_mlps import GatedMlpRule
-from tilesmith.models.layers.packed_products import Group, pack, tensors_of, unpack
+from tilesmith.models.layers.packed_products import Group
 from tilesmith.nn import GatedMLP
 from tilesmith.rewrite import (
     CannotRespell,
@@ -62,18 +62,18 @@ class MemberForm(Form):
 
 @dataclass(frozen=True)
 class PackedForm(Form):
-    """A module some of whose linear layers, by name, share one storage and one product."""
+    """A module some of whose linear layers, by name, have their weights in one memory and one product."""
 
     names: tuple[str, ...]
 
     def namespace(self, base: type) -> dict[str, Any]:
-        names = self.names
-
         def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+            group = self.__dict__[_GROUP]
+            together = group.together()
             base._apply(self, fn, recurse)
-            for parts in tensors_of([self._modules[name] for name in names]):
-                if all(type(p) is nn.Parameter and p.device.type != "meta" for p in parts):
-                    pack(parts)  # .to() moved them one by one
+            layers = {str(i): layer for i, layer in enumerate(group.layers)}
+            if together and not group.together() and _immovable(layers) is None:
+                group.gather()  # .to() moved them one by one
             return self
 
         return {"_apply": _apply}
@@ -81,8 +81,7 @@ class PackedForm(Form):
     def enter(self, module: nn.Module) -> None:
         layers = [module._modules[name] for name in self.names]
         group = Group(layers)
-        for parts in tensors_of(layers):
-            pack(parts)
+        group.gather()
         for which, layer in enumerate(layers):
             swap(layer, MemberForm(which))
             layer.__dict__[_GROUP] = group
@@ -93,8 +92,7 @@ class PackedForm(Form):
         for layer in group.layers:
             if any(isinstance(form, MemberForm) for form in forms(layer)[:1]):
                 unswap(layer)
-        for parts in tensors_of(group.layers):
-            unpack(parts)
+        group.scatter()
 
 
 class PackRule(Rule):
@@ -116,7 +114,7 @@ class PackRule(Rule):
         why = None if done else _unfit(site.root, {name: site.module._modules[name] for name in names})
         if why is not None:
             return Skip(why)
-        told = f"{', '.join(names)} read one tensor: one product of weights that lie in one storage"
+        told = f"{', '.join(names)} read one tensor: one product of weights that lie one below the other"
         return Replace(done or PackedForm(names), ("linear",), told)
 
     def names(self, site: Site) -> tuple[str, ...]:
@@ -139,7 +137,7 @@ def could_be_packed(model: nn.Module, kind: str | None = None) -> tuple[str, ...
     kinds = ", ".join(sorted(cls.__name__ for cls in found))
     return () if not found else (
         f"{kinds}: layers with the same input (q, k and v; gate and up) are not merged into one product, which would "
-        "move their weights into one storage; create_unified_attention_fusion does so at OptimizationLevel.AGGRESSIVE.",
+        "move their weights in memory; create_unified_attention_fusion does so at OptimizationLevel.AGGRESSIVE.",
     )  # fmt: skip
 
 
@@ -178,16 +176,23 @@ def _methods(cls: type) -> list[Callable[..., Any]]:
 
 
 def _together(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The children that statements of one block, which are sure to run, give the same unchanged variable."""
+    """The children that statements of one block, which are sure to run, give the same unchanged variable.
+
+    A variable that is handed to others in between ends a group. Outside of inference mode the tensor's version tells of
+    a write that does not show here, through a view that was made before.
+    """
     found: dict[str, list[str]] = {}
     best: tuple[str, ...] = ()
     for statement in block:
         if not isinstance(statement, flow.SIMPLE):
             found = {}
             continue
+        parents = flow.parents_under(statement)
         for node, certain in flow.in_order(statement):
             name, given = _called(node, names)
-            if name is not None and certain and name not in found.setdefault(given, []):
+            if name is None:
+                found = {given: layers for given, layers in found.items() if not flow.taker(node, {given}, parents)}
+            elif certain and name not in found.setdefault(given, []):
                 found[given].append(name)
                 best = max(best, tuple(found[given]), key=len)
         for given in flow.bound(statement):
@@ -222,7 +227,7 @@ def _looped(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _unfit(root: nn.Module, layers: dict[str, nn.Module]) -> str | None:
-    """Why the layers cannot share a storage, in words; None when they can."""
+    """Why the weights of layers cannot be moved, in words; None when they can."""
     for name, layer in layers.items():
         cls = original_class(type(layer))
         why = obstacle(layer)
@@ -232,13 +237,24 @@ def _unfit(root: nn.Module, layers: dict[str, nn.Module]) -> str | None:
             return f"{name} is {cls.__module__.partition('.')[0]}'s {cls.__name__}, not a plain linear layer"
         if observed(layer):
             return f"{name} has hooks, which would see a product that is made earlier"
+    why = _immovable(layers)
+    if why is not None:
+        return why
+    first, *rest = layers.values()
+    for layer in rest:
+        for mine, other in zip(layer.parameters(), first.parameters()):
+            if mine.requires_grad != other.requires_grad:
+                return "some of their parameters are frozen and some are not"
+    return _shared(root, layers) or _alias(layers)
+
+
+def _immovable(layers: dict[str, nn.Module]) -> str | None:
+    """Why the parameters of layers cannot be moved into one memory, in words; None when they can."""
+    for name, layer in layers.items():
         for of, part in layer.named_parameters(recurse=False):
-            if type(part) is not nn.Parameter:
-                return f"{name}.{of} is a {type(part).__name__}, whose memory is not the library's to move"
-            if part.device.type == "meta":
-                return f"{name}.{of} is on meta: load the model first"
-            if not part.is_floating_point():
-                return f"{name}.{of} is {str(part.dtype).removeprefix('torch.')}: quantised"
+            why = _fixed(part)
+            if why is not None:
+                return f"{name}.{of} is {why}"
     first, *rest = layers.values()
     for layer in rest:
         if (layer.bias is None) != (first.bias is None):
@@ -246,9 +262,24 @@ def _unfit(root: nn.Module, layers: dict[str, nn.Module]) -> str | None:
         for mine, other in zip(layer.parameters(), first.parameters()):
             if (mine.dtype, mine.device) != (other.dtype, other.device):
                 return "they differ in dtype or device"
-            if mine.requires_grad != other.requires_grad:
-                return "some of their parameters are frozen and some are not"
-    return _shared(root, layers)
+    return None
+
+
+def _fixed(part: Tensor) -> str | None:
+    """What a parameter is that forbids to move it, in words."""
+    if type(part) is not nn.Parameter:
+        return f"a {type(part).__name__}, whose memory is not the library's to move"
+    if part.device.type == "meta":
+        return "on meta: load the model first"
+    if not part.is_floating_point():
+        return f"{str(part.dtype).removeprefix('torch.')}: quantised"
+    if not part.is_contiguous():
+        return "not contiguous"
+    if part.device.type == "cpu" and part.is_shared():
+        return "in memory that processes share"
+    if part.device.type == "cpu" and part.is_pinned():
+        return "in pinned memory"
+    return None
 
 
 def _shared(root: nn.Module, layers: dict[str, nn.Module]) -> str | None:
@@ -267,4 +298,21 @@ def _shared(root: nn.Module, layers: dict[str, nn.Module]) -> str | None:
                 return f"{other} shares its memory with {fqn}.{of}"
     if len(mine) != sum(len(list(layer.parameters(recurse=False))) for layer in layers.values()):
         return "two of them share a parameter"
+    return None
+
+
+def _alias(layers: dict[str, nn.Module]) -> str | None:
+    """Which parameter is a part of memory that these layers do not fill, so that others may hold it, in words."""
+    held: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, layer in layers.items():
+        for of, part in layer.named_parameters(recurse=False):
+            held.setdefault(part.untyped_storage().data_ptr(), []).append((f"{name}.{of}", part))
+    for at, parts in held.items():
+        for name, part in sorted(parts, key=lambda one: one[1].data_ptr()):
+            if part.data_ptr() != at:
+                return f"{name} is a part of memory that others may hold"
+            at += part.nbytes
+        storage = part.untyped_storage()
+        if at != storage.data_ptr() + storage.nbytes():
+            return f"{name} is a part of memory that others may hold"
     return None

@@ -31,11 +31,12 @@ class LiveBytes(torch_private.DispatchMode or object):
         super().__init__()
         self.grain, self.now, self.peak = grain, 0, 0
         self._known: dict[int, Any] = {}
+        self._places: set[int] = set()  # where ignored storages begin: one of packed products spans several of them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and _place(value) not in self._places:
                 self._add(value.untyped_storage())
         return out
 
@@ -43,6 +44,8 @@ class LiveBytes(torch_private.DispatchMode or object):
         """Do not count these, which were there before."""
         for x in tensors:
             self._known[id(x.untyped_storage())] = x.untyped_storage()
+            self._places.add(_place(x))
+        self._places.discard(0)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -56,6 +59,12 @@ class LiveBytes(torch_private.DispatchMode or object):
     def _drop(self, key: int, size: int) -> None:
         self._known.pop(key, None)
         self.now -= size
+
+
+def _place(x: Tensor) -> int:
+    """Where the memory of a tensor begins; 0 for one without."""
+    real = type(x) in (Tensor, nn.Parameter) and x.device.type != "meta"
+    return x.untyped_storage().data_ptr() if real else 0
 
 
 def traced_peak(model: nn.Module, sample: Sample, batch: int, *, backward: bool, device: torch.device) -> int:
