@@ -183,7 +183,7 @@ def fit_sequence(
             hidden = calls[-1][0].x
             columns, itemsize = hidden.shape[-1], hidden.element_size()
             tile = tile_of(mlps, hidden, total, tile_tokens)
-            lines = [layer_line(k, list(c), mlps, tile, total, shelf) for k, c in zip(kinds, zip(*calls))]
+            lines = [layer_line(k, list(c), mlps, tile, total, batch, shelf) for k, c in zip(kinds, zip(*calls))]
             layer = max(lines, key=lambda line: line(total))
         costs = _costs(model, len(layers), columns, itemsize, layer, device, memory, host_memory_gb)
         keeps = costs.choose(total, keep)
@@ -266,7 +266,7 @@ def _device(model: nn.Module, layers: dict[str, nn.Module]) -> torch.device:
 def _probed(tokens: int, batch: int, device: torch.device) -> list[tuple[int, int]]:
     """Rows and tokens of the runs of a layer: whole sequences, or one that is cut."""
     many = min(tokens * batch, PROBED.get(device.type, PROBED_ELSEWHERE))
-    counts = (max(1, many // 2), many)
+    counts = (max(1, many // 4), max(1, many // 2), many)
     return list(dict.fromkeys((max(1, n // tokens), min(n, tokens)) for n in counts))
 
 

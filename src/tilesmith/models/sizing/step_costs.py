@@ -15,13 +15,14 @@ KEEPS = {"device": Keep(), "e4m3": Keep(e4m3=True), "host": Keep(host=True)}
 
 
 class Line(NamedTuple):
-    """Bytes of n tokens: base + n · slope."""
+    """Bytes of n tokens: base + n · slope + n² · curve; the curve is 0 but for scores that are kept whole."""
 
     base: float
     slope: float
+    curve: float = 0.0
 
     def __call__(self, tokens: int) -> int:
-        return int(self.base + tokens * self.slope)
+        return int(self.base + tokens * (self.slope + tokens * self.curve))
 
     @classmethod
     def through(cls, few: int, least: int, many: int, most: int) -> Line:
@@ -29,6 +30,19 @@ class Line(NamedTuple):
         slope = max(0.0, (most - least) / (many - few)) if many > few else most / max(1, many)
         base = max(0.0, most - many * slope)
         return cls(base, slope)
+
+    @classmethod
+    def fitted(cls, points: list[tuple[int, int]]) -> Line:
+        """Through the last two of (tokens, bytes), by ascending tokens. Where a token takes more bytes among more of
+        them, as no line from above zero has it, through the last three with a curve."""
+        (few, least), (many, most) = points[-2:] if len(points) > 1 else points * 2
+        if most * few <= least * many or len(points) < 3:
+            return cls.through(few, least, many, most)
+        fewest, start = points[-3]
+        steep = (most - least) / (many - few)
+        curve = (steep - (least - start) / (few - fewest)) / (many - fewest)
+        slope = max(0.0, steep - curve * (few + many))
+        return cls(max(0.0, most - many * (slope + many * curve)), slope, curve)
 
 
 @dataclass(frozen=True)
