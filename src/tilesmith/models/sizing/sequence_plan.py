@@ -28,6 +28,7 @@ from tilesmith.models.checkpoints import (
 )
 from tilesmith.models.layers.tiles import TILE, TiledForm, gated_mlps, is_tiled
 from tilesmith.models.sizing.layer_costs import captured, kinds_of, layer_line, refuse_positions, tile_of
+from tilesmith.models.sizing.loss_costs import loss_costs
 from tilesmith.models.sizing.memory_estimate import held
 from tilesmith.models.sizing.step_costs import KEEPS, Line, StepCosts
 from tilesmith.rewrite import forms, original_class, swap, unswap
@@ -134,7 +135,7 @@ def fit_sequence(
     Each decoder layer is checkpointed (`torch.utils.checkpoint`): only its input is kept, and `keep` says how. Gated
     MLPs are tiled over tokens, forward and backward. Call it after `optimize` and PEFT, with the model on its device.
     To measure what a layer takes, one layer of each kind is run forward and backward on a few tokens; the model is left
-    unchanged.
+    unchanged. On a CPU the plan counts what operators return, without what they take while they run.
 
     The plan holds while the model trains: in evaluation mode no layer is checkpointed. It also stays when a trainer
     switches on gradient checkpointing, whose arguments are then ignored. ``print(plan)`` says where it is off.
@@ -287,7 +288,8 @@ def _costs(
     else:
         host = max(0, capacity_of("cpu").available - HOST_SPARE)
     fixed = parameters + gradients + workspaces(device)
-    return StepCosts(layers, columns, itemsize, fixed, layer, target, limit, host)
+    loss = loss_costs(model, itemsize, device)
+    return StepCosts(layers, columns, itemsize, fixed, layer, target, limit, host, loss)
 
 
 def _resident(model: nn.Module) -> tuple[int, int]:
@@ -317,7 +319,7 @@ def _parts(costs: StepCosts, model: nn.Module, total: int, keeps: tuple[Keep, ..
         "inputs of layers kept on the device": kept,
         "one layer's forward and backward": costs.layer(total),
         "one hidden state": costs.hidden(total),
-    }
+    } | ({} if costs.loss is None else {"the loss, before the layers' backwards": costs.loss(total)})
 
 
 def _refusal(costs: StepCosts, total: int, keep: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -51,7 +51,8 @@ class StepCosts:
 
     layers; columns and itemsize: of a token's hidden state. fixed: parameters, buffers, gradients, workspaces of
     libraries. layer: tokens -> what a layer holds at its backward's peak beside its input. device, limit: what the step
-    is to stay below, and what it must; host: the host memory that may be taken.
+    is to stay below, and what it must; host: the host memory that may be taken. loss: tokens -> what the loss holds
+    while all inputs are kept; None without one.
     """
 
     layers: int
@@ -62,6 +63,7 @@ class StepCosts:
     device: int
     limit: int
     host: int
+    loss: Callable[[int], int] | None = None
 
     def hidden(self, tokens: int) -> int:
         """Of one hidden state."""
@@ -69,7 +71,8 @@ class StepCosts:
 
     def peak(self, tokens: int, keeps: tuple[Keep, ...]) -> int:
         """The most that the device holds, over the layers' backwards: what the layers up to this one keep, this one's
-        input where that had to be made again, the input of the one below on its way from the host, the layer's work."""
+        input where that had to be made again, the input of the one below on its way from the host, the layer's work.
+        Before them, the loss's, beside what goes into the last norm and what comes out."""
         hidden, kept, most = self.hidden(tokens), 0, 0
         before: Keep | None = None
         for keep in keeps:
@@ -82,7 +85,8 @@ class StepCosts:
                 made += keep.bytes(tokens, self.columns, self.itemsize)[1]
             most = max(most, kept + made + coming)
             before = keep
-        return self.fixed + most + self.layer(tokens)
+        first = 0 if self.loss is None else kept + 2 * hidden + self.loss(tokens)
+        return self.fixed + max(first, most + self.layer(tokens))
 
     def on_host(self, tokens: int, keeps: tuple[Keep, ...]) -> int:
         """What goes to host memory."""
