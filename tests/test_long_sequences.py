@@ -453,6 +453,14 @@ def test_measuring_leaves_the_model_as_it_was():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before))
 
 
+def test_a_model_is_measured_from_within_inference_mode():
+    model = made("llama")
+    wanted = fitted(model).costs.layer
+    with torch.inference_mode():
+        assert fitted(model).costs.layer == wanted
+    assert_same(train(model, batch()), checkpointed(made("llama")))
+
+
 def test_bad_input_is_refused_in_words():
     model = made("llama")
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):

@@ -51,6 +51,19 @@ def test_the_innermost_config_counts():
     assert active() is None
 
 
+def test_a_config_that_a_generator_holds_leaves_others_alone():
+    def held():
+        with MemoryConfig(max_memory_gb=1):
+            yield
+
+    generator = held()
+    next(generator)
+    with MemoryConfig(max_memory_gb=2):
+        generator.close()
+        assert active().limit == 2 * GB
+    assert active() is None
+
+
 def test_chunks_are_the_largest_that_keep_to_the_target():
     need = Need(rows=10_000, whole=5_000_000, base=1_000_000, row=1000)
     previous = 0

@@ -45,8 +45,10 @@ class MemoryConfig:
         so a larger target means fewer chunks; where chunks of 128 rows need more, these are taken, up to the limit.
         max_memory_gb if None; if both are None nothing is bounded.
 
-    A call that names its own chunk (`chunk_tokens`, `chunk_rows`) is left alone. The innermost `with` counts. A
-    backward runs with the chunks of its forward; torch.compile keeps those of its trace.
+    A call that names its own chunk (`chunk_tokens`, `chunk_rows`) is left alone. The innermost `with` of the thread
+    counts. A backward runs with the chunks of its forward; torch.compile keeps those of its trace. A checkpointed
+    function that a backward repeats is bound by what is entered where that runs: on a CPU what is round the backward,
+    on an accelerator nothing, as its backward has threads of its own. Name chunk and mode in such a function.
 
     Raises ValueError for more than a million GB, which are probably bytes, and unless 0 <= min_memory_gb <=
     target_memory_gb <= max_memory_gb and the target is positive.
@@ -94,7 +96,10 @@ class MemoryConfig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _ACTIVE.set(_ACTIVE.get()[:-1])
+        entered = _ACTIVE.get()
+        # not always the last one: a generator that holds a `with` may end within another
+        at = max((i for i, config in enumerate(entered) if config is self), default=len(entered))
+        _ACTIVE.set((*entered[:at], *entered[at + 1 :]))
 
 
 class Need(NamedTuple):

@@ -137,6 +137,8 @@ def fit_sequence(
     To measure what a layer takes, one layer of each kind is run forward and backward on a few tokens; the model is left
     unchanged. On a CPU the plan counts what operators return, without what they take while they run.
 
+    A plan that the model has is taken back first, also where the new one is then refused.
+
     The plan holds while the model trains: in evaluation mode no layer is checkpointed. It also stays when a trainer
     switches on gradient checkpointing, whose arguments are then ignored. ``print(plan)`` says where it is off.
 
@@ -177,7 +179,7 @@ def fit_sequence(
     mlps = [m for layer in layers.values() for m in gated_mlps(layer).values()]
     shelf = Shelf(device)
     try:
-        with state_preserved(model):
+        with torch.inference_mode(False), state_preserved(model):
             refuse_positions(model, tokens)
             kinds = kinds_of(list(layers.values()))
             calls = [captured(model, kinds, *shape) for shape in _probed(tokens, batch, device)]
