@@ -240,6 +240,7 @@ def test_all_ranks_get_one_answer(tmp_path):
 FACTS = {
     "sm90": ("cuda", "bfloat16", "triton"),
     "sm75": ("cuda", "float16, with a GradScaler", "triton"),
+    "gfx90a": ("cuda", "bfloat16", "triton"),  # of capability 9.0, as Hopper
     "gfx942": ("cuda", "bfloat16", "triton"),
     "pvc": ("xpu", "bfloat16", "triton"),
     "apple": ("mps", "bfloat16", "portable"),
