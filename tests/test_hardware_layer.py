@@ -240,7 +240,6 @@ def test_all_ranks_get_one_answer(tmp_path):
 FACTS = {
     "sm90": ("cuda", "bfloat16", "triton"),
     "sm75": ("cuda", "float16, with a GradScaler", "triton"),
-    "gfx90a": ("cuda", "bfloat16", "triton"),  # of capability 9.0, as Hopper
     "gfx942": ("cuda", "bfloat16", "triton"),
     "pvc": ("xpu", "bfloat16", "triton"),
     "apple": ("mps", "bfloat16", "portable"),
@@ -265,6 +264,12 @@ def test_rules_precision_and_attention_follow_the_facts(arch):
     if arch == "cpu":
         assert "Rules left out, as no kernel of the library serves their ops there: norm" in told
     tilesmith.undo(model)
+
+
+def test_no_gpu_of_amd_is_taken_for_hopper():
+    assert arch_named("gfx90a").capability == arch_named("sm90").capability
+    q = torch.empty(1, 16, 2048, 128, dtype=torch.bfloat16, device="meta")
+    assert tilesmith.explain("attention", q, q, q, arch="gfx90a").kernel.backend == "triton"
 
 
 def test_a_dtype_that_fits_is_used_and_another_refused():
