@@ -12,7 +12,7 @@ import torch
 
 from tilesmith import hardware
 from tilesmith.hardware import detect
-from tilesmith.hardware.facts import Facts, facts, nearest, table, tomllib
+from tilesmith.hardware.facts import Facts, facts, lists, nearest, table, tomllib
 from tilesmith.hardware.limits import limits_of
 
 KIB = 1024
@@ -148,6 +148,29 @@ def test_the_device_s_word_comes_before_the_table(monkeypatch):
 def test_a_model_nobody_lists_gets_its_bandwidth_from_the_driver(monkeypatch):
     arch = _probe(monkeypatch, _properties(name="NVIDIA H800"))
     assert arch.bandwidth == pytest.approx(4.917e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "arch", "model"),
+    [
+        ("NVIDIA GH200 480GB", "sm90", "H200"),
+        ("NVIDIA RTX A1000", "sm86", "A10"),
+        ("NVIDIA T400 4GB", "sm75", "T4"),
+        ("NVIDIA H200 NVL", "sm90", None),
+        ("NVIDIA A10G", "sm86", None),
+    ],
+)
+def test_a_model_is_listed_as_a_word(device_name, arch, model):
+    """model: the one whose name stands within another word."""
+    listed = [row for row in table() if row.arch == arch and lists(row, device_name)]
+    assert bool(listed) == (model is None)
+
+
+def test_a_gpu_of_intel_without_fp64_says_so(monkeypatch):
+    read = SimpleNamespace(name="Intel(R) Arc(TM) B580 Graphics", total_memory=1, has_fp64=False)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: read)
+    found = detect._probe_xpu(0)
+    assert found.name == "xpu" and "float64" not in found.dtypes and "bfloat16" in found.dtypes
 
 
 def test_a_capability_nobody_lists_keeps_its_own_name(monkeypatch):

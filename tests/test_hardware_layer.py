@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import types
@@ -265,6 +266,12 @@ def test_rules_precision_and_attention_follow_the_facts(arch):
     tilesmith.undo(model)
 
 
+def test_no_gpu_of_amd_is_taken_for_hopper():
+    assert arch_named("gfx90a").capability == arch_named("sm90").capability
+    q = torch.empty(1, 16, 2048, 128, dtype=torch.bfloat16, device="meta")
+    assert tilesmith.explain("attention", q, q, q, arch="gfx90a").kernel.backend == "triton"
+
+
 def test_a_dtype_that_fits_is_used_and_another_refused():
     hal, x = _layer(), torch.randn(2, 5, 16)
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -326,6 +333,31 @@ def test_probes_of_a_model_that_changed_are_run_anew():
     CHANGES["checkpointing"](model)
     found, new = (layer.memory_estimate(model, 2, sequence_length=48) for layer in (hal, _layer()))
     assert plain[0] == plain[1] and found.step == pytest.approx(new.step, rel=0.05) and found.step < 0.9 * plain[0].step
+
+
+def test_probes_under_another_autocast_are_run_anew():
+    hal, sample = _layer(), torch.randn(4, 32)
+    model = nn.Sequential(nn.Linear(32, 512), nn.ReLU(), nn.BatchNorm1d(512), nn.Linear(512, 8))
+    alone = _layer().memory_estimate(model, 16, sample=sample).step
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = hal.memory_estimate(model, 16, sample=sample).step
+    assert hal.memory_estimate(model, 16, sample=sample).step == alone != cast
+
+
+class _Drawing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+def test_a_fake_pass_draws_no_numbers_and_inference_mode_is_left():
+    hal, model, sample = HardwareAbstractionLayer([]), _Drawing(32, 8), torch.randn(4, 32)
+    before = random.getstate(), torch.get_rng_state()
+    hal.memory_estimate(model, 16, sample=sample, calibrate=False)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    wanted = hal.memory_estimate(model, 16, sample=sample)
+    with torch.inference_mode():
+        assert HardwareAbstractionLayer([]).memory_estimate(model, 16, sample=sample) == wanted
+        assert HardwareAbstractionLayer([]).memory_estimate(model, 16, sample=sample * 2) == wanted
 
 
 def test_lengths_beyond_the_positions_are_refused_not_cut():

@@ -254,6 +254,52 @@ def test_the_predicted_peak_is_what_a_step_takes(keep):
     assert 0.9 * live.peak <= predicted + plan.host <= 1.1 * live.peak  # host memory is the CPU's own here
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(512, 1), (320, 3)])
+def test_scores_that_are_kept_whole_are_predicted_as_squares(tokens, rows):
+    model = made("qwen3", optimized=False, layers=4).bfloat16()
+    assert model.config._attn_implementation == "eager"
+    plan = fit_sequence(model, tokens, batch=rows, tile_tokens=64)
+    ids = torch.randint(3, 120, (rows, tokens))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    with LiveBytes() as live:
+        live.ignore(iter([*model.parameters(), *model.buffers(), ids]))
+        model(input_ids=ids, labels=ids).loss.backward()
+    predicted = plan.peak - plan.parts["parameters"]
+    assert 0.9 * live.peak <= predicted <= 1.2 * live.peak  # short runs, whose peaks lie elsewhere, bend it upwards
+    assert plan.longest < 100_000
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_the_loss_of_a_large_vocabulary_is_part_of_the_plan(optimized):
+    model = build("llama", attention="sdpa")
+    model.resize_token_embeddings(9000)
+    model = optimize(model) if optimized else model
+    tokens = 512
+    plan = fit_sequence(model, tokens, tile_tokens=64)
+    ids = torch.randint(3, 120, (1, tokens))
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad()
+    with LiveBytes() as live:
+        live.ignore(iter([*model.parameters(), *model.buffers(), ids]))
+        model(input_ids=ids, labels=ids).loss.backward()
+    predicted = plan.peak - plan.parts["parameters"]
+    assert live.peak <= predicted
+    if not optimized:  # what an op of ours takes while it runs is not seen here
+        assert predicted <= 1.2 * live.peak
+        with pytest.raises(ValueError, match="MB on the device at the least"):
+            fit_sequence(model, tokens, memory=MemoryConfig(max_memory_gb=live.peak / 2 / 1e9))
+
+
+def test_no_curve_where_a_line_does():
+    assert Line.fitted([(64, 1000), (128, 1000), (256, 1500)]) == Line.through(128, 1000, 256, 1500)
+    assert Line.fitted([(7, 70)]) == Line.through(7, 70, 7, 70)
+    points = [(n, 30 + 4 * n + n * n) for n in (64, 128, 256)]
+    assert Line.fitted(points)(1000) == 30 + 4000 + 1_000_000
+    grows = Line.fitted([(64, 640), (128, 1281), (256, 2570)])
+    assert all(grows(n + 1) >= grows(n) for n in range(0, 5000, 7))
+
+
 COSTS = StepCosts(8, 16, 2, 1000, Line(100.0, 96.0), device=10_000, limit=10_000, host=4_000)
 
 
@@ -405,6 +451,14 @@ def test_measuring_leaves_the_model_as_it_was():
     fitted(model, tile=None)
     assert not model.training and torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before))
+
+
+def test_a_model_is_measured_from_within_inference_mode():
+    model = made("llama")
+    wanted = fitted(model).costs.layer
+    with torch.inference_mode():
+        assert fitted(model).costs.layer == wanted
+    assert_same(train(model, batch()), checkpointed(made("llama")))
 
 
 def test_bad_input_is_refused_in_words():

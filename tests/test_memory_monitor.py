@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent import futures
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -158,3 +161,30 @@ def test_a_buffer_of_two_modules_counts_once():
     with monitor.step():
         model(torch.randn(4, 8)).sum().backward()
     assert monitor.report.total("parameters") == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+class _Waiting(nn.Linear):
+    """Of which one call waits until it is told to end."""
+
+    started, end = threading.Event(), threading.Event()
+
+    def forward(self, x, wait=False):
+        if wait:
+            self.started.set()
+            assert self.end.wait(60)
+        return super().forward(x)
+
+
+def test_calls_of_other_threads_are_left_alone():
+    model = _Waiting(8, 8)
+    monitor = MemoryMonitor(model)
+    with futures.ThreadPoolExecutor(1) as pool:
+        with monitor.step():
+            other = pool.submit(model, torch.randn(1, 8), wait=True)  # begins in one step and ends in the next
+            assert model.started.wait(60)
+        with monitor.step():
+            model.end.set()
+            other.result()
+            model(torch.randn(4, 8, requires_grad=True)).relu().sum().backward()
+    (row,) = monitor.report.modules
+    assert row.activations == 2 * 4 * 8 * 4  # the input and, of the relu, the output; nothing of the other call

@@ -144,12 +144,14 @@ def test_processes_that_keep_rows_at_the_same_time_lose_none(tmp_path):
 GOOD = {"kernel": "triton.f", "dtype": "float32", "dims": {"rows": 8}, "config": {"pause": 1}, "median_us": 1.0}
 GOOD |= {"spread": 0.0, "torch": "", "triton": "", "driver": "", "date": ""}
 
+MALFORMED = ({"dims": None}, {"dims": {"rows": "8"}}, {"config": None}, {"config": {"pause": "1"}})
+
 
 @pytest.mark.parametrize(
     "written",
     [
         *("", "5", "[[]]", "[" * 100_000),
-        *(json.dumps([{**GOOD, **bad}]) for bad in ({"dims": None}, {"dims": {"rows": "8"}}, {"config": None})),
+        *(json.dumps([{**GOOD, **bad}]) for bad in MALFORMED),
     ],
 )
 def test_a_file_of_rows_that_is_damaged_fails_no_call(written, tmp_path, monkeypatch):

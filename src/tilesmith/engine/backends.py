@@ -122,7 +122,7 @@ def _triton_lacks(arch: Arch) -> str | None:
 
 
 def _hopper_lacks(arch: Arch) -> str | None:
-    if arch.capability != (9, 0):
+    if (arch.kind, arch.capability) != ("cuda", (9, 0)):  # AMD counts 9.0 too
         return f"{arch.name}; Hopper kernels need an NVIDIA GPU of compute capability 9.0"
     return triton_missing()
 

@@ -21,6 +21,8 @@ MOST = 1e6  # GB of a bound; what is beyond was meant in bytes
 FEWEST_ROWS = 128  # a product of fewer rows takes as long
 # what the matrix library keeps on an accelerator for the threads of forward and backward: 32 MiB each on Hopper, twice
 WORKSPACES = 2**27
+# devices whose kernels keep in registers what plain PyTorch keeps in copies; meta stands for one of them
+TILED = ("cuda", "xpu", "meta")
 
 _ACTIVE: ContextVar[tuple[MemoryConfig, ...]] = ContextVar("tilesmith_memory", default=())
 
@@ -32,7 +34,8 @@ class MemoryConfig:
 
     A call's need is the peak memory that it and its backward allocate beyond its inputs: outputs, gradients (including
     an incoming one of the output's size), saved tensors and the chunk; on an accelerator also 0.134 GB for the
-    workspaces of the matrix library. It follows from the shapes: nothing is measured and the device is not waited for.
+    workspaces of the matrix library, on a CPU the copies in which plain PyTorch computes, without what libraries take
+    for themselves. It follows from the shapes: nothing is measured and the device is not waited for.
 
     max_memory_gb: the limit; target_memory_gb if None. `ops.memory.rows_in_budget` raises ValueError with the numbers
         when even chunks of 128 rows need more.
@@ -42,8 +45,10 @@ class MemoryConfig:
         so a larger target means fewer chunks; where chunks of 128 rows need more, these are taken, up to the limit.
         max_memory_gb if None; if both are None nothing is bounded.
 
-    A call that names its own chunk (`chunk_tokens`, `chunk_rows`) is left alone. The innermost `with` counts. A
-    backward runs with the chunks of its forward; torch.compile keeps those of its trace.
+    A call that names its own chunk (`chunk_tokens`, `chunk_rows`) is left alone. The innermost `with` of the thread
+    counts. A backward runs with the chunks of its forward; torch.compile keeps those of its trace. A checkpointed
+    function that a backward repeats is bound by what is entered where that runs: on a CPU what is round the backward,
+    on an accelerator nothing, as its backward has threads of its own. Name chunk and mode in such a function.
 
     Raises ValueError for more than a million GB, which are probably bytes, and unless 0 <= min_memory_gb <=
     target_memory_gb <= max_memory_gb and the target is positive.
@@ -91,25 +96,37 @@ class MemoryConfig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _ACTIVE.set(_ACTIVE.get()[:-1])
+        entered = _ACTIVE.get()
+        # not always the last one: a generator that holds a `with` may end within another
+        at = max((i for i, config in enumerate(entered) if config is self), default=len(entered))
+        _ACTIVE.set((*entered[:at], *entered[at + 1 :]))
 
 
 class Need(NamedTuple):
     """Bytes that a call needs, which works on so many `rows`: `whole` in one piece; in chunks of c rows `base` plus
-    c · `row`, which costs nothing up to `free` rows; never less than `least`, whatever the chunks."""
+    c · `row`, and `swept` for each of at most `block` rows that are swept at a time within a chunk; never less than
+    `least`, whatever the chunks."""
 
     rows: int
     whole: int
     base: int = 0
     row: int = 0
-    free: int = 0
     least: int = 0
+    swept: int = 0
+    block: int = 0
 
     def chunked(self, rows: int) -> int:
         """Bytes in chunks of `rows` rows."""
         if rows >= self.rows:
             return self.whole
-        return max(self.least, self.base + (0 if rows <= self.free else rows * self.row))
+        return max(self.least, self.base + rows * self.row + min(rows, self.block) * self.swept)
+
+    def most(self, target: int) -> int:
+        """The most rows of a chunk with which the need in chunks stays at or below `target`, 0 if none."""
+        left, each = target - self.base, self.row + self.swept
+        if left >= self.block * each:
+            return (left - self.block * self.swept) // self.row if self.row else self.rows
+        return max(0, left // each) if each else 0
 
 
 class Bounds(NamedTuple):
@@ -154,10 +171,7 @@ def rows_in_budget(op: str, need: Need, bounds: Bounds) -> int:
     if need.whole <= target:
         rows = max(1, need.rows)
     else:
-        most = need.free if need.base <= target else 0
-        if need.row:
-            most = max(most, (target - need.base) // need.row)
-        rows = _evened(need.rows, max(most, FEWEST_ROWS))
+        rows = _evened(need.rows, max(need.most(target), FEWEST_ROWS))
     wanted = need.chunked(rows)
     if wanted > limit:
         raise ValueError(

@@ -90,8 +90,9 @@ def _kept(path: Path) -> list[Row]:
 def _checked(row: Row) -> Row:
     """The row. Raises TypeError where a call could not look at it."""
     sizes = isinstance(row.dims, dict) and all(type(size) is int for size in row.dims.values())
-    if not sizes or not isinstance(row.config, dict) or not isinstance(row.kernel, str):
-        raise TypeError("a row needs a kernel's name, dims of whole numbers and a config")
+    fields = isinstance(row.config, dict) and all(isinstance(value, int) for value in row.config.values())
+    if not sizes or not fields or not isinstance(row.kernel, str):
+        raise TypeError("a row needs a kernel's name, and dims and a config of whole numbers")
     return row
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from tilesmith.hardware.facts import Facts, facts, nearest, table
+from tilesmith.hardware.facts import Facts, facts, lists, nearest, table
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ def _probe_cuda(index: int) -> Arch:
 
 def _bandwidth(row: Facts, read) -> float:
     """The table's figure for a model it lists; else clock (kHz) x 2 x bus width, where the driver tells them."""
-    if any(model in read.name for model in row.models):
+    if lists(row, read.name):
         return row.bandwidth
     return 2e3 * getattr(read, "memory_clock_rate", 0) * getattr(read, "memory_bus_width", 0) / 8
 
@@ -155,11 +155,12 @@ def _bandwidth(row: Facts, read) -> float:
 def _probe_xpu(index: int) -> Arch:
     read = torch.xpu.get_device_properties(index)
     row = facts("pvc", read.name)
-    listed = any(model in read.name for model in row.models)
     return _from_row(
         row,
         read.name,
-        name="pvc" if listed else "xpu",
+        name="pvc" if lists(row, read.name) else "xpu",
+        # Arc has none
+        dtypes=tuple(name for name in row.dtypes if name != "float64" or getattr(read, "has_fp64", True)),
         sms=getattr(read, "gpu_subslice_count", 0),
         shared_memory=getattr(read, "local_mem_size", 0),
         l2=getattr(read, "last_level_cache_size", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,8 +42,13 @@ def table() -> tuple[Facts, ...]:
 def facts(arch: str, device_name: str = "") -> Facts | None:
     """The row of `arch` whose model stands in `device_name`, else the first row of `arch`, else None."""
     rows = [row for row in table() if row.arch == arch]
-    named = [row for row in rows if any(model in device_name for model in row.models)]
+    named = [row for row in rows if lists(row, device_name)]
     return next(iter(named + rows), None)
+
+
+def lists(row: Facts, device_name: str) -> bool:
+    """Whether one of the row's models stands in `device_name` as a word: a GH200 is no H200, an RTX A1000 no A10."""
+    return any(re.search(rf"(?<![A-Za-z0-9]){re.escape(model)}(?!\d)", device_name) for model in row.models)
 
 
 def nearest(kind: str, capability: tuple[int, ...], device_name: str = "") -> Facts | None:

@@ -174,10 +174,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def layer_line(
-    layer: nn.Module, calls: list[Captured], mlps: list[nn.Module], tile: int, total: int, shelf: Shelf
+    layer: nn.Module, calls: list[Captured], mlps: list[nn.Module], tile: int, total: int, batch: int, shelf: Shelf
 ) -> Line:
-    """What a layer's backward holds beside its input, from runs of these calls with tiles in proportion. What layers
-    share, such as angles, is part of it."""
+    """What a layer's backward holds beside its input, by the tokens of `total`, from runs of these calls with tiles in
+    proportion. What layers share, such as angles, is part of it. batch: how many sequences `total` tokens are."""
     inside = {id(m) for m in layer.modules()}
     own = [m for m in mlps if id(m) in inside]
     attach(layer, Keeper(Keep(), shelf))
@@ -194,7 +194,8 @@ def layer_line(
         for mlp in own:
             unswap(mlp)
         detach(layer)
-    return Line.through(*peaks[0], *peaks[-1])
+    line = Line.fitted(peaks)
+    return line._replace(curve=line.curve / batch)  # scores are those of each sequence by itself
 
 
 def _peak(module: nn.Module, x: Tensor, args: tuple = (), kwargs: dict[str, Any] | None = None) -> int:

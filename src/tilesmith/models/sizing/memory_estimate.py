@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
 from tilesmith.engine.memory import human_size
+from tilesmith.engine.model_state import random_numbers_kept
 from tilesmith.models.sizing.sample_inputs import Sample, loss_of
 
 GRAIN = 512  # bytes that the allocators of accelerators round up to
@@ -76,13 +77,12 @@ def traced_peak(model: nn.Module, sample: Sample, batch: int, *, backward: bool,
     if torch_private.DispatchMode is None:
         raise CannotTrace(f"PyTorch {torch.__version__} has no TorchDispatchMode to count with")
     grain = 1 if device.type == "cpu" else GRAIN
-    random = torch.random.get_rng_state()
     log = logging.getLogger("torch._subclasses.fake_tensor")
     silent, log.disabled = log.disabled, True  # it prints what is reported here
     try:
         mode = torch_private.fake_tensor_mode()
         mode.allow_non_fake_inputs = True  # a module may hold tensors that are neither parameters nor buffers
-        with _fakes_in(model, mode) as fake, mode:
+        with random_numbers_kept(()), torch.inference_mode(False), _fakes_in(model, mode) as fake, mode:
             live = LiveBytes(grain)
             live.ignore(iter(fake))
             with live, torch.set_grad_enabled(backward):
@@ -98,7 +98,6 @@ def traced_peak(model: nn.Module, sample: Sample, batch: int, *, backward: bool,
         ) from problem
     finally:
         log.disabled = silent
-        torch.random.set_rng_state(random)
 
 
 @contextlib.contextmanager

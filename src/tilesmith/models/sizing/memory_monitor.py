@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -198,19 +199,24 @@ class _Saved:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = [""]
         self._known = {local(x).untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
-        # hooks of all modules of the process: one of a module's own would keep the ops from taking its place
+        # hooks of all modules of the process: one of a module's own would keep the ops from taking its place. They see
+        # calls of other threads too, of which nothing is counted here.
+        self._thread = threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(self._entered),
             register_module_forward_hook(self._left, always_call=True),
         ]
 
     def _entered(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._names:
+        if self._watches(module):
             self._running.append(self._names[id(module)])
 
     def _left(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._names and not self._running.pop():
+        if self._watches(module) and not self._running.pop():
             self.done()
+
+    def _watches(self, module: nn.Module) -> bool:
+        return id(module) in self._names and threading.get_ident() == self._thread
 
     def save(self, x: Tensor) -> Tensor:
         """What autograd is given back: x itself."""

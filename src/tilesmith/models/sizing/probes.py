@@ -14,6 +14,7 @@ from torch import nn
 from tilesmith.engine.memory import workspaces
 from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import EVENTS, peak_memory
+from tilesmith.engine.torch_private import autocasts
 from tilesmith.models.layers.tiles import TILE
 from tilesmith.models.sizing.sample_inputs import Sample
 
@@ -56,12 +57,16 @@ def agreed(value: Any) -> list[Any]:
 
 
 def fingerprint(model: nn.Module) -> Any:
-    """What the costs of a step depend on besides its inputs: equal where a probe of the model still tells. Hashable."""
+    """What the costs of a step depend on besides its inputs, autocast included: equal where a probe of the model still
+    tells. Hashable."""
     modules = tuple(
         (type(m), m.__dict__.get("gradient_checkpointing"), _checkpoint(m), m.__dict__.get(TILE), _attention(m))
         for m in model.modules()
     )
-    return modules, tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters())
+    parameters = tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in model.parameters())
+    kinds = {p.device.type for p in model.parameters()} | {"cpu"}
+    cast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if autocasts(kind))
+    return modules, parameters, cast
 
 
 def _checkpoint(module: nn.Module) -> str:
@@ -81,7 +86,7 @@ def probe(model: nn.Module, sample: Sample, batch: int, *, backward: bool, devic
     """
     found: Probe | Exception
     try:
-        with state_preserved(model):
+        with torch.inference_mode(False), state_preserved(model):
             model.train(backward)
             found = _measured(model, sample, batch, backward, device)
     except torch.OutOfMemoryError:

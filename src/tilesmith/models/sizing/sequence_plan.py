@@ -28,6 +28,7 @@ from tilesmith.models.checkpoints import (
 )
 from tilesmith.models.layers.tiles import TILE, TiledForm, gated_mlps, is_tiled
 from tilesmith.models.sizing.layer_costs import captured, kinds_of, layer_line, refuse_positions, tile_of
+from tilesmith.models.sizing.loss_costs import loss_costs
 from tilesmith.models.sizing.memory_estimate import held
 from tilesmith.models.sizing.step_costs import KEEPS, Line, StepCosts
 from tilesmith.rewrite import forms, original_class, swap, unswap
@@ -134,7 +135,9 @@ def fit_sequence(
     Each decoder layer is checkpointed (`torch.utils.checkpoint`): only its input is kept, and `keep` says how. Gated
     MLPs are tiled over tokens, forward and backward. Call it after `optimize` and PEFT, with the model on its device.
     To measure what a layer takes, one layer of each kind is run forward and backward on a few tokens; the model is left
-    unchanged.
+    unchanged. On a CPU the plan counts what operators return, without what they take while they run.
+
+    A plan that the model has is taken back first, also where the new one is then refused.
 
     The plan holds while the model trains: in evaluation mode no layer is checkpointed. It also stays when a trainer
     switches on gradient checkpointing, whose arguments are then ignored. ``print(plan)`` says where it is off.
@@ -176,14 +179,14 @@ def fit_sequence(
     mlps = [m for layer in layers.values() for m in gated_mlps(layer).values()]
     shelf = Shelf(device)
     try:
-        with state_preserved(model):
+        with torch.inference_mode(False), state_preserved(model):
             refuse_positions(model, tokens)
             kinds = kinds_of(list(layers.values()))
             calls = [captured(model, kinds, *shape) for shape in _probed(tokens, batch, device)]
             hidden = calls[-1][0].x
             columns, itemsize = hidden.shape[-1], hidden.element_size()
             tile = tile_of(mlps, hidden, total, tile_tokens)
-            lines = [layer_line(k, list(c), mlps, tile, total, shelf) for k, c in zip(kinds, zip(*calls))]
+            lines = [layer_line(k, list(c), mlps, tile, total, batch, shelf) for k, c in zip(kinds, zip(*calls))]
             layer = max(lines, key=lambda line: line(total))
         costs = _costs(model, len(layers), columns, itemsize, layer, device, memory, host_memory_gb)
         keeps = costs.choose(total, keep)
@@ -266,7 +269,7 @@ def _device(model: nn.Module, layers: dict[str, nn.Module]) -> torch.device:
 def _probed(tokens: int, batch: int, device: torch.device) -> list[tuple[int, int]]:
     """Rows and tokens of the runs of a layer: whole sequences, or one that is cut."""
     many = min(tokens * batch, PROBED.get(device.type, PROBED_ELSEWHERE))
-    counts = (max(1, many // 2), many)
+    counts = (max(1, many // 4), max(1, many // 2), many)
     return list(dict.fromkeys((max(1, n // tokens), min(n, tokens)) for n in counts))
 
 
@@ -287,7 +290,8 @@ def _costs(
     else:
         host = max(0, capacity_of("cpu").available - HOST_SPARE)
     fixed = parameters + gradients + workspaces(device)
-    return StepCosts(layers, columns, itemsize, fixed, layer, target, limit, host)
+    loss = loss_costs(model, itemsize, device)
+    return StepCosts(layers, columns, itemsize, fixed, layer, target, limit, host, loss)
 
 
 def _resident(model: nn.Module) -> tuple[int, int]:
@@ -317,7 +321,7 @@ def _parts(costs: StepCosts, model: nn.Module, total: int, keeps: tuple[Keep, ..
         "inputs of layers kept on the device": kept,
         "one layer's forward and backward": costs.layer(total),
         "one hidden state": costs.hidden(total),
-    }
+    } | ({} if costs.loss is None else {"the loss, before the layers' backwards": costs.loss(total)})
 
 
 def _refusal(costs: StepCosts, total: int, keep: str) -> str:

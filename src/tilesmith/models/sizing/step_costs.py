@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -15,13 +15,14 @@ KEEPS = {"device": Keep(), "e4m3": Keep(e4m3=True), "host": Keep(host=True)}
 
 
 class Line(NamedTuple):
-    """Bytes of n tokens: base + n · slope."""
+    """Bytes of n tokens: base + n · slope + n² · curve; the curve is 0 but for scores that are kept whole."""
 
     base: float
     slope: float
+    curve: float = 0.0
 
     def __call__(self, tokens: int) -> int:
-        return int(self.base + tokens * self.slope)
+        return int(self.base + tokens * (self.slope + tokens * self.curve))
 
     @classmethod
     def through(cls, few: int, least: int, many: int, most: int) -> Line:
@@ -30,6 +31,19 @@ class Line(NamedTuple):
         base = max(0.0, most - many * slope)
         return cls(base, slope)
 
+    @classmethod
+    def fitted(cls, points: list[tuple[int, int]]) -> Line:
+        """Through the last two of (tokens, bytes), by ascending tokens. Where a token takes more bytes among more of
+        them, as no line from above zero has it, through the last three with a curve."""
+        (few, least), (many, most) = points[-2:] if len(points) > 1 else points * 2
+        if most * few <= least * many or len(points) < 3:
+            return cls.through(few, least, many, most)
+        fewest, start = points[-3]
+        steep = (most - least) / (many - few)
+        curve = (steep - (least - start) / (few - fewest)) / (many - fewest)
+        slope = max(0.0, steep - curve * (few + many))
+        return cls(max(0.0, most - many * (slope + many * curve)), slope, curve)
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -37,7 +51,8 @@ class StepCosts:
 
     layers; columns and itemsize: of a token's hidden state. fixed: parameters, buffers, gradients, workspaces of
     libraries. layer: tokens -> what a layer holds at its backward's peak beside its input. device, limit: what the step
-    is to stay below, and what it must; host: the host memory that may be taken.
+    is to stay below, and what it must; host: the host memory that may be taken. loss: tokens -> what the loss holds
+    while all inputs are kept; None without one.
     """
 
     layers: int
@@ -48,6 +63,7 @@ class StepCosts:
     device: int
     limit: int
     host: int
+    loss: Callable[[int], int] | None = None
 
     def hidden(self, tokens: int) -> int:
         """Of one hidden state."""
@@ -55,7 +71,8 @@ class StepCosts:
 
     def peak(self, tokens: int, keeps: tuple[Keep, ...]) -> int:
         """The most that the device holds, over the layers' backwards: what the layers up to this one keep, this one's
-        input where that had to be made again, the input of the one below on its way from the host, the layer's work."""
+        input where that had to be made again, the input of the one below on its way from the host, the layer's work.
+        Before them, the loss's, beside what goes into the last norm and what comes out."""
         hidden, kept, most = self.hidden(tokens), 0, 0
         before: Keep | None = None
         for keep in keeps:
@@ -68,7 +85,8 @@ class StepCosts:
                 made += keep.bytes(tokens, self.columns, self.itemsize)[1]
             most = max(most, kept + made + coming)
             before = keep
-        return self.fixed + most + self.layer(tokens)
+        first = 0 if self.loss is None else kept + 2 * hidden + self.loss(tokens)
+        return self.fixed + max(first, most + self.layer(tokens))
 
     def on_host(self, tokens: int, keeps: tuple[Keep, ...]) -> int:
         """What goes to host memory."""

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from tilesmith.engine.memory import Need, active, held, rows_in_budget
+from tilesmith.engine.memory import TILED, Need, active, held, rows_in_budget
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import attention
 
 BUDGET = 256 * 2**20
-TILED = ("cuda", "xpu")  # devices whose kernels keep scores in registers
-COPIES = 8  # of the scores, in fp32, that the reference and its gradient hold at a time
+COPIES = 6  # of the scores, in fp32 or wider, that the reference and its gradient hold at a time
+DROPPED = 3  # more with dropout, whose random bits are made as integers
 
 
 def attention_in_chunks(
@@ -18,7 +18,7 @@ def attention_in_chunks(
     """`out` of `attention`, from as many calls as memory asks for: one on a GPU; elsewhere chunks of queries whose
     scores take at most 256 MiB, or what the `MemoryConfig` says that is entered. q, k, v as for `attention`."""
     name = "memory_efficient_attention"
-    need, bounds = attention_need(q, k, v), active()
+    need, bounds = attention_need(q, k, v, dropout_p), active()
     if bounds is not None:
         rows = rows_in_budget(name, need, bounds)
     else:
@@ -37,18 +37,25 @@ def attention_in_chunks(
     return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
 
 
-def attention_need(q: Tensor, k: Tensor, v: Tensor) -> Need:
+def attention_need(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Need:
     """The need of a call with its backward, if autograd will ask for one: out, lse and, where a value's last stride is
     not 1, its copy; for the backward dout, two fp32 numbers a row, dq, dk and dv. Where no tiled kernel serves, a chunk
-    of queries takes its scores 8 times over in fp32, and k and v once for each query head."""
+    of queries takes its scores 6 times over in fp32 (fp64 for fp64), 9 times with dropout, its query twice, and k and
+    v twice for each query head. The chunks' outputs stand beside the whole one, and their gradients beside the sums of
+    these."""
     batch, heads, tokens, _ = q.shape
     rows = batch * heads * tokens
-    fixed = rows * v.shape[3] * q.element_size() + 4 * rows
+    wide = torch.promote_types(q.dtype, torch.float32).itemsize
+    out = rows * v.shape[3] * q.element_size()
+    fixed = out + wide * rows
     fixed += sum(held(x) for x in (q, k, v) if x.stride(-1) != 1)
+    gradients = 0
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        fixed += rows * v.shape[3] * q.element_size() + 8 * rows + sum(held(x) for x in (q, k, v) if x.requires_grad)
+        gradients = sum(held(x) for x in (q, k, v) if x.requires_grad)
+        fixed += out + 2 * wide * rows + gradients
     if q.device.type in TILED:
         return Need(tokens, fixed, fixed)
-    fixed += 4 * batch * heads * k.shape[2] * (k.shape[3] + v.shape[3])
-    row = 4 * COPIES * batch * heads * k.shape[2]
-    return Need(tokens, fixed + tokens * row, fixed, row)
+    fixed += 2 * wide * batch * heads * k.shape[2] * (k.shape[3] + v.shape[3])
+    copies = COPIES + (DROPPED if dropout_p > 0.0 else 0)
+    row = wide * batch * heads * (copies * k.shape[2] + 2 * (q.shape[3] + v.shape[3]))
+    return Need(tokens, fixed + tokens * row, fixed + out + 2 * gradients, row)

@@ -11,6 +11,9 @@ from tilesmith.hardware.detect import arch_of
 
 ACCELERATOR_BUDGET = 512 * 2**20
 CPU_BUDGET = 16 * 2**20  # the logits of a chunk are swept several times, so they should stay in the cache
+# elements that plain PyTorch sweeps at a time: on a CPU more would leave the cache between sweeps, fewer pay for calls
+CPU_BLOCK = 2**20
+ACCELERATOR_BLOCK = 2**24
 RECOMPUTE_BUDGET = 98 * 10**6  # so that mode "recompute" takes 0.1 GB and the fp32 sum of dx beside its results
 FEWEST_TOKENS = 256  # thinner products are bound by reading weight
 TILE = 128  # rows or columns of a product's tile
@@ -21,6 +24,16 @@ def budget(device: torch.device, recompute: bool = False) -> int:
     """Bytes of logits in memory at a time, where nothing else decides."""
     most = RECOMPUTE_BUDGET if recompute else ACCELERATOR_BUDGET
     return min(CPU_BUDGET, most) if device.type == "cpu" else most
+
+
+def swept_elements(device: torch.device) -> int:
+    """How many elements plain PyTorch sweeps at a time."""
+    return CPU_BLOCK if device.type == "cpu" else ACCELERATOR_BLOCK
+
+
+def added_elements(device: torch.device) -> int:
+    """How many elements of a product are added to a wider sum at a time, where the library cannot write that."""
+    return min(2**22, swept_elements(device))
 
 
 def whole(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilesmith.device.rows import dense, row_values
 from tilesmith.ops.loss.chunk_sizes import (
+    added_elements,
     budget,
     classes_per_block,
     recomputed_tokens,
@@ -383,7 +384,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         else:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:  # the product of each slice is rounded to a's dtype before it is added
-        step = max(1, 2**22 // max(1, b.shape[1]))
+        step = max(1, added_elements(a.device) // max(1, b.shape[1]))
         for start in range(0, a.shape[0], step):
             rows = slice(start, start + step)
             product = torch.mm(a[rows], b)

@@ -5,18 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.engine.memory import FEWEST_ROWS, GB, Need, active, computed_in, held, workspaces
+from tilesmith.engine.memory import FEWEST_ROWS, GB, TILED, Need, active, computed_in, held, workspaces
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 from tilesmith.ops.loss.chunk_sizes import (
     budget,
     classes_per_block,
     recomputed_tokens,
+    swept_elements,
     tokens_per_chunk,
     tokens_per_step,
     whole,
 )
 from tilesmith.ops.loss.pitch import row_pitch
 from tilesmith.ops.loss.reference import summed_dtype
+
+PER_TOKEN = 16  # numbers that plain PyTorch holds for each token of a block
 
 
 @linear_cross_entropy_arguments
@@ -33,7 +36,8 @@ def linear_cross_entropy_need(call) -> Need:
     Without gradients C·V·e. Hopper's kernel may sum exp2 of bf16 logits over tiles: C·V/64 more, counted on any GPU.
 
     A weight of another dtype than x, or whose classes take no multiple of 16 bytes on an accelerator, or an x that is
-    not contiguous, costs a copy. On a CPU each chunk is swept in fp32, in blocks that are not counted.
+    not contiguous, costs a copy. Where no kernel serves, each chunk is swept in blocks (`_swept`), and so are the sums
+    of products and what multiplies gradients by the loss's (`_scratch`).
     """
     x, weight = call.x, call.weight
     tokens, classes = call.target.numel(), weight.shape[0]
@@ -48,17 +52,23 @@ def linear_cross_entropy_need(call) -> Need:
     if dtype == torch.bfloat16 and x.device.type == "cuda":
         row += -(-classes // 256) * acc.itemsize
     wanted = _wanted(call.grad_mask, x, weight, call.bias)
+    swept, block = _swept(x, dtype, acc, classes, call.softcap)
+    if wanted[2] and dtype != acc and x.device.type == "cpu":
+        row += classes * acc.itemsize  # the bias's gradient is a sum of fp32 copies
+    in_one_piece = min(tokens, block) * swept
     if not any(wanted):
-        return Need(tokens, fixed + tokens * row, fixed, row)
+        return Need(tokens, fixed + tokens * row + in_one_piece, fixed, row, swept=swept, block=block)
+    fixed += _scratch(x, weight, dtype, acc)
     dx = x.numel() * dtype.itemsize if wanted[0] else 0
     dweight = held(weight) if wanted[1] else 0
     if call.reduction != "none" and call.mode == "keep":
-        need = fixed + tokens * row + dweight + x.numel() * dtype.itemsize
+        need = fixed + tokens * row + max(in_one_piece, dweight + x.numel() * dtype.itemsize)
         return Need(tokens, need, need)
     if call.reduction != "none" and call.mode != "recompute":
         kept = dx + (weight.numel() * summed_dtype(weight, call.accumulate_fp32).itemsize if wanted[1] else 0)
         backward = fixed + kept + dx + dweight
-        return Need(tokens, max(fixed + kept + tokens * row, backward), fixed + kept, row, least=backward)
+        forward = fixed + kept + tokens * row + in_one_piece
+        return Need(tokens, max(forward, backward), fixed + kept, row, backward, swept, block)
     result, other = (dx, dweight) if tokens <= classes and wanted[1] else (dweight, dx)
     summed = x.numel() if result is dx else weight.numel()
     if wanted[0 if result is dx else 1] and result < summed * acc.itemsize and (result is dx or call.accumulate_fp32):
@@ -66,7 +76,26 @@ def linear_cross_entropy_need(call) -> Need:
     else:
         base = least = result
     base, least = fixed + other + base, fixed + other + least
-    return Need(tokens, fixed + dx + dweight + tokens * row, base, row, least=least)
+    whole_need = fixed + dx + dweight + tokens * row + in_one_piece
+    return Need(tokens, whole_need, base, row, least, swept, block)
+
+
+def _swept(x: Tensor, dtype: torch.dtype, acc: torch.dtype, classes: int, softcap: float) -> tuple[int, int]:
+    """(bytes for a token, tokens) of a block of logits that plain PyTorch sweeps at a time: a copy of them where they
+    are narrower than `acc`, two for the derivative of a soft cap, and a few numbers a token. (0, 0) where kernels keep
+    these in registers."""
+    if x.device.type in TILED and dtype != torch.float64:
+        return 0, 0
+    copies = (dtype != acc) + 2 * (softcap > 0)
+    return (copies * classes + PER_TOKEN) * acc.itemsize, max(1, swept_elements(x.device) // max(1, classes))
+
+
+def _scratch(x: Tensor, weight: Tensor, dtype: torch.dtype, acc: torch.dtype) -> int:
+    """Bytes of a block of x's or weight's size that plain PyTorch scales, or adds to a sum in `acc`."""
+    if x.device.type in TILED and dtype != torch.float64:
+        return 0
+    narrow = dtype.itemsize if dtype != acc else 0
+    return (2 * acc.itemsize + narrow) * min(max(x.numel(), weight.numel()), swept_elements(x.device))
 
 
 def chosen_mode(*args: object) -> str:

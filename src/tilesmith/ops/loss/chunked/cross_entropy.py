@@ -14,6 +14,7 @@ from tilesmith.ops.loss.arguments import (
     linear_cross_entropy_arguments,
     linear_cross_entropy_vjp_arguments,
 )
+from tilesmith.ops.loss.chunk_sizes import swept_elements
 from tilesmith.ops.loss.reduction import (
     check_labels,
     divisors_of,
@@ -24,9 +25,6 @@ from tilesmith.ops.loss.reduction import (
     undivided_token_grads,
 )
 from tilesmith.ops.loss.reference import Terms
-
-CPU_BLOCK = 2**20  # elements swept at a time: larger ones leave the cache between sweeps, smaller ones pay for calls
-ACCELERATOR_BLOCK = 2**24
 
 
 @register_kernel("cross_entropy", backend="chunked", rank=10)
@@ -139,8 +137,9 @@ def _scale(grad: Tensor, dloss: Tensor, divisors: Tensor, dtype: torch.dtype, ov
     out = grad if over else torch.empty_like(grad, dtype=dtype)
     flat_out, flat = out.view(-1), grad.view(-1)
     # A scalar tensor would be rounded to half precision before the product, so the product is taken in fp32.
-    for start in range(0, flat.numel(), ACCELERATOR_BLOCK):
-        part = slice(start, start + ACCELERATOR_BLOCK)
+    step = swept_elements(grad.device)
+    for start in range(0, flat.numel(), step):
+        part = slice(start, start + step)
         flat_out[part] = flat[part].to(factor.dtype) * factor
     return out
 
@@ -261,6 +260,5 @@ def _store(z: Tensor, logits: Tensor) -> None:
 
 def blocks(logits: Tensor) -> Iterator[slice]:
     tokens, classes = logits.shape
-    elements = CPU_BLOCK if logits.device.type == "cpu" else ACCELERATOR_BLOCK
-    step = max(1, elements // classes)
+    step = max(1, swept_elements(logits.device) // classes)
     return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))

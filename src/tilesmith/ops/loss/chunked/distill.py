@@ -5,7 +5,8 @@ from torch import Tensor
 
 from tilesmith.engine import register_kernel
 from tilesmith.ops.loss import distill_chunks as chunks
-from tilesmith.ops.loss.chunked.cross_entropy import ACCELERATOR_BLOCK, CPU_BLOCK, STEPS
+from tilesmith.ops.loss.chunk_sizes import swept_elements
+from tilesmith.ops.loss.chunked.cross_entropy import STEPS
 from tilesmith.ops.loss.chunks import source_tells
 from tilesmith.ops.loss.distill_arguments import linear_distillation_arguments, linear_distillation_vjp_arguments
 from tilesmith.ops.loss.distill_chunks import Distance, DistanceSteps
@@ -46,8 +47,7 @@ def _step(
     kind, beta, temperature, soft, hard, ignore_index, probs = distance
     if upstream is None:
         upstream = losses.new_tensor([soft, hard])
-    elements = CPU_BLOCK if student.device.type == "cpu" else ACCELERATOR_BLOCK
-    size = max(1, elements // student.shape[1])
+    size = max(1, swept_elements(student.device) // student.shape[1])
     for start in range(0, student.shape[0], size):
         rows = slice(start, start + size)
         z, y = student[rows].to(losses.dtype), teacher[rows].to(losses.dtype)
