@@ -20,7 +20,7 @@ from tilesmith.engine.argument_checks import (
     size,
     tensor,
 )
-from tilesmith.nn.attention import Attention, SharedSequence
+from tilesmith.nn.attention import Attention, SharedSequence, check_sequence
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.experts import Experts, MixtureOfExperts, Router
 from tilesmith.nn.mlp import GATED, GatedMLP
@@ -292,18 +292,16 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """What the output projection reads, [B, T, C]. Arguments as of `forward`. losses: see `MixtureOfExperts`.
 
-        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents, and for a
-        sequence whose positions go beyond them.
+        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents, for a sequence
+        whose positions go beyond them, and for more tokens than the cache has slots or, on a CPU, slots left.
         """
         tensor("Decoder", "tokens", tokens, ("batch", "tokens"))
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Decoder: tokens has dtype {tokens.dtype}; it must be int64 or int32")
         _check_tokens(tokens, self.config.vocab_size)
-        if cache is not None and not isinstance(cache, KVCache):
-            raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
-        if cache is not None and cache.lengths.shape[0] != tokens.shape[0]:
-            rows = cache.lengths.shape[0]
-            raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {rows}; make a cache of as many rows")
+        if cache is not None:
+            _check_cache(cache, tokens, self.config.max_positions)
+        check_sequence("Decoder", sequence)
         limit = self.config.max_positions
         if sequence is not None and int(sequence.positions.max()) >= limit:
             last = int(sequence.positions.max())
@@ -365,6 +363,23 @@ def _check_tokens(tokens: Tensor, classes: int) -> None:
         raise ValueError(
             f"Decoder: tokens holds {int(tokens[wrong].flatten()[0])}; it must be 0 … {classes - 1}, vocab_size being "
             f"{classes}: give the decoder the vocabulary of the tokenizer"
+        )
+
+
+def _check_cache(cache: KVCache, tokens: Tensor, positions: int) -> None:
+    """Raise TypeError for another kind of cache, ValueError for one without room for tokens [B, T], where known."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
+    rows, new = tokens.shape
+    if cache.lengths.shape[0] != rows:
+        raise ValueError(
+            f"Decoder: tokens has {rows} rows, cache {cache.lengths.shape[0]}; make a cache of as many rows"
+        )
+    held = int(cache.lengths.max()) if rows and readable(cache.lengths) else 0
+    if held + new > min(cache.slots, positions):
+        raise ValueError(
+            f"Decoder: tokens has {new} tokens a row and cache holds {held} already; it has {cache.slots} slots, the "
+            f"decoder {positions} positions: pass fewer tokens, or make more of what is short"
         )
 
 

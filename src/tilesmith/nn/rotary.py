@@ -106,4 +106,5 @@ class RotaryEmbedding(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, max_positions={self.max_positions}, theta={self.theta}, scaling={self.scaling}"
+        how = f"scaling={self.scaling}, interleaved={self.interleaved}"
+        return f"{self.dim}, max_positions={self.max_positions}, theta={self.theta}, {how}"
