@@ -275,6 +275,41 @@ def test_a_decoder_made_on_meta_has_its_tables_after_weights_were_assigned():
     assert torch.equal(other(tokens), whole(tokens))
 
 
+def test_tables_made_in_inference_mode_serve_training():
+    with torch.device("meta"):
+        decoder = nn.Decoder(LLAMA)
+    decoder.load_state_dict(_decoder(LLAMA).state_dict(), assign=True)
+    tokens = _tokens(LLAMA)
+    with torch.inference_mode():
+        decoder(tokens)
+    decoder(tokens, tokens).backward()
+
+
+class Adapted(torch.nn.Module):
+    """An output projection with a low-rank term, as PEFT puts one in place of a linear layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, torch.nn.Linear(32, 2), torch.nn.Linear(2, 67)
+
+    weight = property(lambda self: self.base.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_a_module_in_place_of_lm_head_is_called():
+    config = dataclasses.replace(LLAMA, logit_softcap=3.0)
+    decoder, tokens = _decoder(config), _tokens(config)
+    decoder.lm_head = head = Adapted(decoder.lm_head)
+    expected = 3.0 * torch.tanh(head(decoder.hidden_states(tokens)) / 3.0)
+    torch.testing.assert_close(decoder(tokens), expected)
+    loss = decoder(tokens, tokens)
+    torch.testing.assert_close(loss, F.cross_entropy(expected.flatten(0, 1), tokens.flatten()))
+    loss.backward()
+    assert head.up.weight.grad is not None and head.base.weight.grad is not None
+
+
 @pytest.mark.parametrize("name", ["llama", "tied"])
 def test_state_dict_round_trip(name, tmp_path):
     config = CONFIGS[name]

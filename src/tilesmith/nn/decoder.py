@@ -204,7 +204,8 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm and output projection.
 
     The state dict has the keys of a Hugging Face Llama without the prefix "model."; a tied output projection has no key
-    of its own.
+    of its own. Most norms are called by `RMSNorm.add`, and `lm_head` is read for its weight, so their forward hooks do
+    not run. A module put in place of `lm_head`, such as PEFT's, is called, and the loss is computed from its logits.
     """
 
     def __init__(
@@ -275,7 +276,10 @@ class Decoder(nn.Module):
         x = self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache, sequence=sequence, losses=losses)
         if labels is None:
             return self.logits(x)
-        loss = ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
+        if self._head_replaced():
+            loss = ops.cross_entropy(self.logits(x), labels)
+        else:
+            loss = ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
         if not losses:
             return loss
         balance, z = (torch.stack(each).mean() for each in zip(*losses))
@@ -323,9 +327,14 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of hidden states [..., C], capped by `logit_softcap`."""
-        logits = ops.linear(x, self.output_weight)
+        logits = self.lm_head(x) if self._head_replaced() else ops.linear(x, self.output_weight)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _head_replaced(self) -> bool:
+        """Whether the output projection computes something else than the product with its weight."""
+        head = self.lm_head
+        return head is not None and (type(head).forward is not nn.Linear.forward or "forward" in vars(head))
 
     @property
     def output_weight(self) -> Tensor:
