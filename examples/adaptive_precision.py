@@ -1,6 +1,8 @@
 """Pack a small trained classifier at several sizes, with widths chosen tile by tile and uniform ones beside them.
 
-python examples/adaptive_precision.py
+    python examples/adaptive_precision.py    # a minute or two on two free cores
+
+Where the chosen widths are no better on held-out batches, a warning says so, and simpler ones are used.
 """
 
 import torch
@@ -44,4 +46,4 @@ for saved in (0.70, 0.74, 0.78, 0.82):
         stats = packed.get_precision_stats()
         with torch.no_grad():
             rise = loss_fn(packed, test).item() - before
-        print(f"{stats.memory_savings_ratio:.1%} saved, {stats.strategy:13} {rise:+.5f} {stats.fallback}")
+        print(f"{stats.memory_savings_ratio:.1%} saved, {stats.strategy:13} loss {rise:+.5f}")

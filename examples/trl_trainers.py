@@ -3,7 +3,8 @@
     python examples/trl_trainers.py    # needs trl
 
 TRL's trainers replace `model.forward` while they are made, so `optimize` comes before them. They compute the loss; the
-rest of the model runs the library's ops.
+rest of the model runs the library's ops. GRPO's loss is 0 up to rounding, since the advantages of a group sum to 0; the
+norm of its gradient is not.
 """
 
 import tempfile
@@ -70,7 +71,8 @@ def main():
     for kind in ("sft", "dpo", "grpo"):
         plain, model = logged(kind, tiny_model()), tilesmith.optimize(tiny_model())
         found = logged(kind, model)
-        print(kind, "losses", *(f"{loss:.4f}" for loss in found[::2]))
+        told = [f"{value:.4f}" for value in found]
+        print(kind, "losses", *told[::2], "norms", *told[1::2])
         print(model.tilesmith_report)
         torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-3, atol=1e-4)
 

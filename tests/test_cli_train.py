@@ -126,6 +126,59 @@ def test_the_checkpoints_asked_for_stay(book, tmp_path):
     assert trainer.checkpoints(tmp_path / "out")[-1].name == "step-000006"
 
 
+class Killed(BaseException):
+    """What stands for SIGKILL: nothing is tidied up after it."""
+
+
+def killed(*args, **how):
+    raise Killed
+
+
+@pytest.mark.parametrize("at", ["_save_state", "rename"])
+def test_a_run_killed_in_its_first_save_can_begin_again(at, book, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer if at == "_save_state" else trainer.Path, at, killed)
+        patch.setattr(trainer, "shutil", SimpleNamespace(rmtree=lambda path, ignore_errors: None))
+        with pytest.raises(Killed):
+            run("train", "--out", out, book, *SMALL, *PLAN)
+    assert [p.name for p in out.iterdir()] == ["step-000006.partial"]
+    assert "step 2 of 6" in train(out, book, *SMALL, *PLAN, "--stop-at", 2)
+    assert sorted(p.name for p in out.glob("step-*")) == ["step-000002"]
+
+
+def test_the_model_of_a_run_killed_before_it_was_there_is_put_there(book, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "publish", killed)
+        with pytest.raises(Killed):
+            run("train", "--out", out, book, *SMALL, *PLAN)
+    assert [p.name for p in out.iterdir()] == ["step-000006"]
+    assert "is at step 6 already" in run("train", "--out", out, "--resume", "--device", "cpu")[1]
+    assert torch.equal(weights(out)["lm_head.weight"], weights(out / "step-000006")["lm_head.weight"])
+
+
+def test_what_is_being_removed_is_no_checkpoint(book, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    train(out, book, *SMALL, *PLAN, "--stop-at", 3)
+    with monkeypatch.context() as patch:
+        removing = lambda path, ignore_errors=False: ignore_errors or killed()  # noqa: E731
+        patch.setattr(trainer, "shutil", SimpleNamespace(rmtree=removing))
+        with pytest.raises(Killed):
+            run("train", "--out", out, "--resume", "--device", "cpu", "--keep", 1)
+    assert [p.name for p in trainer.checkpoints(out)] == ["step-000006"]
+    train(out, "--resume", "--device", "cpu", "--steps", 7)
+    assert sorted(p.name for p in out.glob("step-*")) == ["step-000006", "step-000007"]
+
+
+def test_the_command_of_a_run_resumes_it_with_resume_added(book, llama, tmp_path):
+    made = {"own": SMALL, "other": ("--model", llama / "config.json")}
+    for name, model in made.items():
+        command = (book, *model, *PLAN, "--steps", 3)
+        train(tmp_path / name, *command, "--stop-at", 1)
+        assert "step 3 of 3" in train(tmp_path / name, *command, "--resume")
+
+
 def test_ctrl_c_saves_after_the_step_and_leaves(book, tmp_path, monkeypatch):
     advance = trainer.Trainer.advance
 
@@ -296,6 +349,25 @@ def test_a_step_that_is_not_finite_changes_nothing():
         trained.advance()
     assert trained.step == 0
     assert torch.equal(trained.language.model.weight, torch.ones(2, 2))
+
+
+def test_a_run_that_diverges_before_a_checkpoint_says_that_there_is_none(book, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer.torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.nan))
+    code, output = run("train", "--out", tmp_path / "out", book, *SMALL, *PLAN)
+    assert code == 1
+    assert "the norm of the gradient nan; there is no checkpoint yet" in output
+
+
+def test_random_numbers_of_another_kind_of_device_are_left_out(book, tmp_path):
+    """As of a run that began on a GPU and goes on elsewhere."""
+    from safetensors.torch import save_file
+
+    train(tmp_path / "out", book, *SMALL, *PLAN, "--stop-at", 1)
+    path = tmp_path / "out" / "step-000001" / trainer.OPTIMIZER
+    tensors = checkpoint.load_tensors(path)
+    path.unlink()
+    save_file({**tensors, "rng.cuda": torch.zeros(16, dtype=torch.uint8)}, path)
+    assert "step 6 of 6" in train(tmp_path / "out", "--resume", "--device", "cpu")
 
 
 def test_micro_batches_add_up_to_a_batch():

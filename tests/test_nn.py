@@ -191,6 +191,71 @@ def test_a_stop_token_is_repeated():
         assert stopped[row].tolist() == tokens[:end] + [stop] * (len(tokens) - end)
 
 
+def test_a_temperature_near_zero_takes_the_likeliest():
+    decoder, prompt = _decoder(LLAMA), _tokens(LLAMA, length=3)
+    for temperature in (1e-42, 1e-300):
+        assert torch.equal(nn.generate(decoder, prompt, 8, temperature=temperature), nn.generate(decoder, prompt, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stop_token": "x"}, TypeError, "stop_token must be an int"),
+        ({"stop_token": [1, 2]}, TypeError, "stop_token must be an int"),
+        ({"stop_token": 67}, ValueError, "stop_token is 67; it must be 0 … 66"),
+        ({"stop_token": -1}, ValueError, "stop_token must be at least 0"),
+        ({"prompt_lengths": torch.tensor([0, 3])}, ValueError, r"prompt_lengths holds \[0, 3\].*numbers from 1 to 3"),
+        ({"prompt_lengths": torch.tensor([1, 4])}, ValueError, ".*give numbers from 1 to 3"),
+        (
+            {"prompt_lengths": torch.ones(2, device="meta").int()},
+            ValueError,
+            "prompt_lengths is on meta, prompt on cpu",
+        ),
+    ],
+)
+def test_generate_names_what_it_cannot_use(options, error, message):
+    with pytest.raises(error, match=f"generate: {message}"):
+        nn.generate(_decoder(LLAMA), _tokens(LLAMA, length=3), 2, **options)
+
+
+def test_a_cache_without_room_is_refused():
+    decoder, tokens = _decoder(LLAMA), _tokens(LLAMA, length=5)
+    cache = decoder.new_cache(2, 8)
+    with torch.no_grad():
+        decoder(tokens, cache=cache)
+        with pytest.raises(ValueError, match="tokens has 5 tokens a row and cache holds 5 already; it has 8 slots"):
+            decoder(tokens, cache=cache)
+        assert cache.lengths.tolist() == [5, 5]
+        decoder(tokens[:, :3], cache=cache)
+        roomy = nn.KVCache.empty(2, 2, 2, 60, 8)
+        roomy.lengths.fill_(46)
+        with pytest.raises(ValueError, match="the decoder 48 positions"):  # its tables of angles end there
+            decoder(tokens, cache=roomy)
+
+
+def test_a_sequence_of_another_kind_is_refused():
+    decoder, tokens = _decoder(LLAMA), _tokens(LLAMA)
+    with pytest.raises(TypeError, match="Decoder: sequence must be a tilesmith.distributed.SharedSequence"):
+        decoder(tokens, sequence=3)
+    with pytest.raises(TypeError, match="Attention: sequence must be a tilesmith.distributed.SharedSequence"):
+        decoder.layers[0].self_attn(torch.randn(2, 11, 32), decoder.rotary, sequence=3)
+
+
+def test_a_router_made_on_meta_has_corrections_of_zero():
+    router = nn.Router(8, 4, 2, corrected=True, device="meta").to_empty(device="cpu")
+    router.e_score_correction_bias.fill_(7.0)  # whatever the memory held
+    router.reset_parameters()
+    assert router.e_score_correction_bias.tolist() == [0.0] * 4
+
+
+def test_layers_show_their_options():
+    shown = repr(nn.Attention(8, 2, 1, window=3, softcap=2.0, dropout=0.1))
+    assert "num_heads=2, num_kv_heads=1, head_dim=4, window=3, softcap=2.0, dropout=0.1" in shown
+    assert "interleaved=True" in repr(nn.RotaryEmbedding(8, 4, interleaved=True))
+    assert repr(nn.JSD(0.25)) == "JSD(beta=0.25, ignore_index=-100)"
+    assert "divergence='kl'" in repr(nn.FusedLinearDistillationLoss(divergence="kl"))
+
+
 def test_generate_refuses_what_the_cache_cannot_hold():
     decoder = _decoder(LLAMA)
     with pytest.raises(ValueError, match="48 positions"):
@@ -208,6 +273,41 @@ def test_a_decoder_made_on_meta_has_its_tables_after_weights_were_assigned():
     other.load_state_dict(whole.state_dict(), assign=True)
     tokens = _tokens(LLAMA)
     assert torch.equal(other(tokens), whole(tokens))
+
+
+def test_tables_made_in_inference_mode_serve_training():
+    with torch.device("meta"):
+        decoder = nn.Decoder(LLAMA)
+    decoder.load_state_dict(_decoder(LLAMA).state_dict(), assign=True)
+    tokens = _tokens(LLAMA)
+    with torch.inference_mode():
+        decoder(tokens)
+    decoder(tokens, tokens).backward()
+
+
+class Adapted(torch.nn.Module):
+    """An output projection with a low-rank term, as PEFT puts one in place of a linear layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, torch.nn.Linear(32, 2), torch.nn.Linear(2, 67)
+
+    weight = property(lambda self: self.base.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_a_module_in_place_of_lm_head_is_called():
+    config = dataclasses.replace(LLAMA, logit_softcap=3.0)
+    decoder, tokens = _decoder(config), _tokens(config)
+    decoder.lm_head = head = Adapted(decoder.lm_head)
+    expected = 3.0 * torch.tanh(head(decoder.hidden_states(tokens)) / 3.0)
+    torch.testing.assert_close(decoder(tokens), expected)
+    loss = decoder(tokens, tokens)
+    torch.testing.assert_close(loss, F.cross_entropy(expected.flatten(0, 1), tokens.flatten()))
+    loss.backward()
+    assert head.up.weight.grad is not None and head.base.weight.grad is not None
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tilesmith.cli.trainer import Plan, Trainer
 
 SIZES = ("vocab", "hidden", "inter", "layers", "heads", "kv_heads", "experts", "chosen")
+ASKED = (*SIZES, "model")  # what a run says of its model
 FREE = ("steps",)  # of the plan, what a resumed run may change
 POSITIONS = 2048
 SCHEDULE, MODEL = "Optimizer and schedule", "Model"
@@ -149,11 +150,11 @@ def _as_data(trainer: Trainer, about: dict[str, Any], out: Path, device: torch.d
 
 def _fresh(out: Path, options: dict[str, Any], device: torch.device) -> tuple[Trainer, dict[str, Any]]:
     """A trainer at step 0, and what to remember about the run. Writes nothing."""
-    from tilesmith.cli.trainer import Trainer, checkpoints
+    from tilesmith.cli.trainer import PARTIAL, Trainer, checkpoints
 
     if not options["texts"]:
         refuse("name at least one text file to train on")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not (out.is_dir() and all(PARTIAL.fullmatch(path.name) for path in out.iterdir())):
         hint = "; --resume continues the run in it" if out.is_dir() and checkpoints(out) else ""
         refuse(f"--out {out} is not an empty folder{hint}")
     check_folder("--out", out)
@@ -162,18 +163,20 @@ def _fresh(out: Path, options: dict[str, Any], device: torch.device) -> tuple[Tr
     language = _language(text, plan, options, device)
     language.model.to(device)
     done = language.optimize() if plan.optimize else "left alone"
-    about = {"texts": [str(p.absolute()) for p in options["texts"]], "digest": _digest(text), "optimized": done}
+    about = {"texts": [str(p.absolute()) for p in options["texts"]], "digest": _digest(text)}
+    about |= {"asked": _asked(options), "optimized": done}
     return Trainer(language, *_split(language, text, plan), plan), about
 
 
 def _resumed(
     out: Path, given: set[str], options: dict[str, Any], device: torch.device
 ) -> tuple[Trainer, dict[str, Any]]:
-    """A trainer as the last checkpoint left it. Writes nothing."""
+    """A trainer as the last checkpoint left it. Writes nothing but the model of that checkpoint into `out`, which is
+    there already unless the process was killed in between."""
     import torch
 
     from tilesmith.cli.checkpoint import read
-    from tilesmith.cli.trainer import STATE, Plan, Trainer, checkpoints
+    from tilesmith.cli.trainer import STATE, Plan, Trainer, checkpoints, publish
 
     found = checkpoints(out)
     if not found:
@@ -183,8 +186,9 @@ def _resumed(
     try:
         state = json.loads((latest / STATE).read_text(encoding="utf-8"))
         saved, texts = state["plan"], options["texts"] or list(map(Path, state["texts"]))
-        for name in sorted(given & {*saved, *SIZES, "model"}):
-            if name not in FREE and options[name] != saved.get(name):
+        known, again = {**saved, **state.get("asked", {})}, {**options, **_asked(options)}
+        for name in sorted(given & {*saved, *ASKED}):
+            if name not in FREE and again[name] != known.get(name):
                 refuse(f"--{name.replace('_', '-')} belongs to the run that is resumed and cannot change")
         plan = Plan(**{**saved, **{name: options[name] for name in given & set(FREE)}})
         text = _text(texts)
@@ -196,9 +200,16 @@ def _resumed(
             language.optimize()
         trainer = Trainer(language, *_split(language, text, plan), plan)
         trainer.restore(latest, state)
+        publish(latest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:  # a damaged file may hold anything
         refuse(f"--resume: {latest} cannot be continued: {_first_line(problem)}")
-    return trainer, {name: state[name] for name in ("texts", "digest", "optimized")}
+    return trainer, {name: state[name] for name in ("texts", "digest", "asked", "optimized") if name in state}
+
+
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    """What the command line says of the model, as plain data."""
+    asked = {name: options[name] for name in ASKED if options[name] is not None}
+    return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in asked.items()}
 
 
 def _plan(options: dict[str, Any], device: torch.device) -> Plan:
@@ -328,7 +339,7 @@ def _train(trainer: Trainer, last: int, eval_every: int, save: Callable[[], Path
             try:
                 clock.run(trainer.advance)
             except Diverged as problem:
-                console.print(f"[red]{problem}[/]; the last checkpoint is of step {kept}", highlight=False)
+                console.print(f"[red]{problem}[/]; {_last(kept)}", highlight=False)
                 raise typer.Exit(CHECK_FAILED) from None
             bars.update(bar, completed=trainer.step, description=f"loss {trainer.history.loss[-1]:.4f}")
             if trainer.step % eval_every == 0 or trainer.step == plan.steps:
@@ -352,9 +363,12 @@ def _saved(save: Callable[[], Path], kept: int) -> Path:
     try:
         return save()
     except (OSError, SafetensorError) as problem:
-        told = f"the last checkpoint is of step {kept}" if kept else "there is no checkpoint yet"
-        errors.print(f"[red]the checkpoint cannot be written:[/] {escape(_first_line(problem))}; {told}")
+        errors.print(f"[red]the checkpoint cannot be written:[/] {escape(_first_line(problem))}; {_last(kept)}")
         raise typer.Exit(CHECK_FAILED) from None
+
+
+def _last(kept: int) -> str:
+    return f"the last checkpoint is of step {kept}" if kept else "there is no checkpoint yet"
 
 
 def _told(trainer: Trainer, loss: float, speed: str) -> None:

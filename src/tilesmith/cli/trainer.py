@@ -20,6 +20,7 @@ from tilesmith.cli.training import learning_rate
 from tilesmith.cli.windows import Windows
 
 STEP = re.compile(r"step-[0-9]+")  # a copy beside it, such as "step-000250 old", is not ours
+PARTIAL = re.compile(r"step-[0-9]+\.partial")  # what a process that was killed while it saved leaves
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -126,7 +127,9 @@ class Trainer:
         """
         final = folder / f"step-{self.step:06d}"
         partial = folder / f"{final.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in folder.glob("step-*"):
+            if PARTIAL.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
             self.language.save(partial)
@@ -136,19 +139,18 @@ class Trainer:
             raise
         shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed before it
         partial.rename(final)
-        for path in final.iterdir():
-            if path.name not in (STATE, OPTIMIZER):
-                _link(path, folder / path.name)
+        publish(final)
         for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(f"{old}.partial"))
         return final
 
     def _save_state(self, folder: Path, about: dict[str, Any]) -> None:
         from safetensors.torch import save_file
 
         tensors = {"rng.cpu": torch.get_rng_state()}
-        if self.language.device.type != "cpu":
-            tensors["rng.device"] = torch.get_device_module(self.language.device).get_rng_state(self.language.device)
+        device = self.language.device
+        if device.type != "cpu":
+            tensors[f"rng.{device.type}"] = torch.get_device_module(device).get_rng_state(device)
         for name, parameter in self.parameters.items():
             moments = self.optimizer.state.get(parameter, {})
             tensors |= {f"{m}.{name}": moments[m].cpu().contiguous() for m in MOMENTS if m in moments}
@@ -163,10 +165,11 @@ class Trainer:
         Raises ValueError where the files do not fit the model, the text or each other.
         """
         tensors = load_tensors(folder / OPTIMIZER)
-        torch.set_rng_state(tensors.pop("rng.cpu"))
-        device, drawn = self.language.device, tensors.pop("rng.device", None)
-        if drawn is not None and device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(drawn, device)
+        drawn = {key.removeprefix("rng."): tensors.pop(key) for key in list(tensors) if key.startswith("rng.")}
+        torch.set_rng_state(drawn["cpu"])
+        device = self.language.device
+        if device.type != "cpu" and device.type in drawn:  # of another kind of device it would have another size
+            torch.get_device_module(device).set_rng_state(drawn[device.type], device)
         for key, value in tensors.items():
             moment, _, name = key.partition(".")
             parameter = self.parameters.get(name)
@@ -201,8 +204,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def publish(step: Path) -> None:
+    """Put the model of a step's folder into the folder above, unless it is there."""
+    for path in step.iterdir():
+        if path.name not in (STATE, OPTIMIZER):
+            _link(path, step.parent / path.name)
+
+
 def _link(source: Path, target: Path) -> None:
     """Put the file where target is, at once: another name of it, or a copy where a file system has no such thing."""
+    if target.exists() and target.samefile(source):
+        return
     fresh = target.with_name(f"{target.name}.partial")
     fresh.unlink(missing_ok=True)
     try:

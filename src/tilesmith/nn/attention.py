@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import RotaryEmbedding
 
 
+@runtime_checkable
 class SharedSequence(Protocol):
     """A sequence whose tokens several ranks hold, as `tilesmith.distributed.SharedSequence` is one."""
 
@@ -22,6 +23,14 @@ class SharedSequence(Protocol):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, score: ops.Score, dropout_p: float) -> Tensor:
         """`ops.attention`'s first result for this rank's queries and the keys of all ranks."""
+
+
+def check_sequence(of: str, sequence: object) -> None:
+    """Raise TypeError, in the name of `of`, for what is neither None nor a sequence that ranks share."""
+    if sequence is not None and not isinstance(sequence, SharedSequence):
+        raise TypeError(
+            f"{of}: sequence must be a tilesmith.distributed.SharedSequence or None, got {type(sequence).__name__}"
+        )
 
 
 class Attention(nn.Module):
@@ -112,6 +121,7 @@ class Attention(nn.Module):
             raise ValueError(
                 "Attention: cu_seqlens and cache exclude each other: rows of a cache are one document each"
             )
+        check_sequence("Attention", sequence)
         if sequence is not None and not (cu_seqlens is None and cache is None):
             raise ValueError("Attention: sequence cannot be combined with cu_seqlens (it has its own) or with cache")
         q, k, v = self._heads(x)
@@ -126,6 +136,14 @@ class Attention(nn.Module):
             packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
             out, _ = ops.attention(q, k, v, self.mask, self.score, dropout_p=dropout_p, **packed)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def extra_repr(self) -> str:
+        sizes = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        given = {
+            "window": (self.mask.window, None), "softcap": (self.score.softcap, 0.0),
+            "scale": (self.score.scale, None), "dropout": (self.dropout, 0.0),
+        }  # fmt: skip
+        return sizes + "".join(f", {name}={value}" for name, (value, default) in given.items() if value != default)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as [B, heads, T, D] views of [B, T, heads, D] memory."""

@@ -15,8 +15,9 @@ class KVCache:
     """Keys and values of every layer.
 
     keys, values: [layers, B, G, S, D]. lengths: [B] int32, tokens that every layer holds of each row. All are changed
-    in place and keep their addresses, so that a CUDA graph can be replayed over them. A token for which no slot is left
-    is dropped silently, since checking would wait for the device; `generate` refuses such calls up front.
+    in place and keep their addresses, so that a CUDA graph can be replayed over them. On a GPU nothing checks that
+    lengths leave room for new tokens, since that would wait for the device: beyond the slots outputs are wrong.
+    `generate` refuses such calls up front, `Decoder` those that it can tell (see its `hidden_states`).
     """
 
     keys: Tensor

@@ -18,7 +18,7 @@ class KernelConfig:
     max_sequence_length: positions that `nn.RotaryEmbedding` has tables for and slots of `Decoder.new_cache`;
         `Decoder.forward` raises ValueError for a longer sequence.
     num_attention_heads: query heads of `nn.Attention`; its head dim is hidden_size / num_attention_heads.
-    hidden_size: features of the residual stream: `nn.Embedding`, `nn.RMSNorm`, `nn.Attention`, `nn.GatedMLP`.
+    hidden_size: features of the residual stream: `torch.nn.Embedding`, `nn.RMSNorm`, `nn.Attention`, `nn.GatedMLP`.
     intermediate_size: features between the projections of `nn.GatedMLP`.
     attention_dropout_prob: probability with which `nn.Attention` drops an attention weight in training.
     hidden_dropout_prob: probability with which `nn.DecoderBlock` drops an element of what attention and MLP add to the

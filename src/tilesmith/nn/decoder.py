@@ -20,7 +20,7 @@ from tilesmith.engine.argument_checks import (
     size,
     tensor,
 )
-from tilesmith.nn.attention import Attention, SharedSequence
+from tilesmith.nn.attention import Attention, SharedSequence, check_sequence
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.experts import Experts, MixtureOfExperts, Router
 from tilesmith.nn.mlp import GATED, GatedMLP
@@ -204,7 +204,8 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm and output projection.
 
     The state dict has the keys of a Hugging Face Llama without the prefix "model."; a tied output projection has no key
-    of its own.
+    of its own. Most norms are called by `RMSNorm.add`, and `lm_head` is read for its weight, so their forward hooks do
+    not run. A module put in place of `lm_head`, such as PEFT's, is called, and the loss is computed from its logits.
     """
 
     def __init__(
@@ -275,7 +276,10 @@ class Decoder(nn.Module):
         x = self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache, sequence=sequence, losses=losses)
         if labels is None:
             return self.logits(x)
-        loss = ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
+        if self._head_replaced():
+            loss = ops.cross_entropy(self.logits(x), labels)
+        else:
+            loss = ops.linear_cross_entropy(x, self.output_weight, labels, softcap=self.config.logit_softcap)
         if not losses:
             return loss
         balance, z = (torch.stack(each).mean() for each in zip(*losses))
@@ -292,18 +296,16 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """What the output projection reads, [B, T, C]. Arguments as of `forward`. losses: see `MixtureOfExperts`.
 
-        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents, and for a
-        sequence whose positions go beyond them.
+        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents, for a sequence
+        whose positions go beyond them, and for more tokens than the cache has slots or, on a CPU, slots left.
         """
         tensor("Decoder", "tokens", tokens, ("batch", "tokens"))
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"Decoder: tokens has dtype {tokens.dtype}; it must be int64 or int32")
         _check_tokens(tokens, self.config.vocab_size)
-        if cache is not None and not isinstance(cache, KVCache):
-            raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
-        if cache is not None and cache.lengths.shape[0] != tokens.shape[0]:
-            rows = cache.lengths.shape[0]
-            raise ValueError(f"Decoder: tokens has {tokens.shape[0]} rows, cache {rows}; make a cache of as many rows")
+        if cache is not None:
+            _check_cache(cache, tokens, self.config.max_positions)
+        check_sequence("Decoder", sequence)
         limit = self.config.max_positions
         if sequence is not None and int(sequence.positions.max()) >= limit:
             last = int(sequence.positions.max())
@@ -325,9 +327,14 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of hidden states [..., C], capped by `logit_softcap`."""
-        logits = ops.linear(x, self.output_weight)
+        logits = self.lm_head(x) if self._head_replaced() else ops.linear(x, self.output_weight)
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _head_replaced(self) -> bool:
+        """Whether the output projection computes something else than the product with its weight."""
+        head = self.lm_head
+        return head is not None and (type(head).forward is not nn.Linear.forward or "forward" in vars(head))
 
     @property
     def output_weight(self) -> Tensor:
@@ -365,6 +372,23 @@ def _check_tokens(tokens: Tensor, classes: int) -> None:
         raise ValueError(
             f"Decoder: tokens holds {int(tokens[wrong].flatten()[0])}; it must be 0 … {classes - 1}, vocab_size being "
             f"{classes}: give the decoder the vocabulary of the tokenizer"
+        )
+
+
+def _check_cache(cache: KVCache, tokens: Tensor, positions: int) -> None:
+    """Raise TypeError for another kind of cache, ValueError for one without room for tokens [B, T], where known."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"Decoder: cache must be a KVCache or None, got {type(cache).__name__}")
+    rows, new = tokens.shape
+    if cache.lengths.shape[0] != rows:
+        raise ValueError(
+            f"Decoder: tokens has {rows} rows, cache {cache.lengths.shape[0]}; make a cache of as many rows"
+        )
+    held = int(cache.lengths.max()) if rows and readable(cache.lengths) else 0
+    if held + new > min(cache.slots, positions):
+        raise ValueError(
+            f"Decoder: tokens has {new} tokens a row and cache holds {held} already; it has {cache.slots} slots, the "
+            f"decoder {positions} positions: pass fewer tokens, or make more of what is short"
         )
 
 

@@ -26,7 +26,15 @@ def _check_sums(op: str, ignore_index: int, temperature: float, accum_dtype: tor
         raise ValueError(f"{op}: accum_dtype is {accum_dtype}; it must be None or torch.float32")
 
 
-class KLDivLoss(nn.Module):
+class Options(nn.Module):
+    """A loss without parameters, shown with its options."""
+
+    def extra_repr(self) -> str:
+        shown = (f"{n}={v!r}" for n, v in vars(self).items() if n[0] != "_" and n not in ("training", "compiled"))
+        return ", ".join(shown)
+
+
+class KLDivLoss(Options):
     """`ops.kl_div` as torch.nn.KLDivLoss has it."""
 
     def __init__(self, eps: float = 1e-10, reduction: str = "mean", log_target: bool = False):
@@ -41,7 +49,7 @@ class KLDivLoss(nn.Module):
         return ops.kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
-class JSD(nn.Module):
+class JSD(Options):
     """`ops.jsd`, averaged over the rows that count."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100):
@@ -55,7 +63,7 @@ class JSD(nn.Module):
         return ops.jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
 
 
-class TVDLoss(nn.Module):
+class TVDLoss(Options):
     """`ops.tvd` of probabilities."""
 
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
@@ -108,7 +116,7 @@ def distillation_loss(
     return loss / count, soft, hard
 
 
-class FusedLinearDistillationLoss(nn.Module):
+class FusedLinearDistillationLoss(Options):
     """`distillation_loss` of two models' hidden states and output layers, mixed with the labels' cross-entropy.
 
     divergence: "jsd" (with `beta`), "kl", "reverse_kl" or "tvd". compiled: accepted for callers of Liger's classes,
@@ -166,7 +174,7 @@ class FusedLinearJSDLoss(FusedLinearDistillationLoss):
     """`FusedLinearDistillationLoss` by the generalised Jensen-Shannon divergence."""
 
 
-class FusedLinearJSD(nn.Module):
+class FusedLinearJSD(Options):
     """The generalised Jensen-Shannon divergence of two models' next tokens, without a hard loss.
 
     accum_dtype: torch.float32 sums the weight's gradient over chunks in fp32; None in the weight's dtype.
@@ -202,7 +210,7 @@ class FusedLinearJSD(nn.Module):
         return loss
 
 
-class FusedLinearKLDivLoss(nn.Module):
+class FusedLinearKLDivLoss(Options):
     """KL(target ‖ student) of given probabilities, from the student's hidden states; "none" has no fused form.
 
     reduction: "sum"; "batchmean" divides by the tokens that count (1 at least), "mean" by V times that. eps: accepted

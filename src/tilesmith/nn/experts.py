@@ -58,13 +58,15 @@ class Router(nn.Module):
         self.top_k, self.scores, self.normalise, self.scale = top_k, scores, normalise, scale
         self.groups, self.kept_groups, self.group_score = groups, kept_groups, group_score
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if corrected else None
+        bias = torch.empty(num_experts, device=device, dtype=torch.float32) if corrected else None
         self.register_buffer("e_score_correction_bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of deviation 0.02."""
+        """Normal weights of deviation 0.02, corrections of 0."""
         nn.init.normal_(self.weight, std=0.02)
+        if self.e_score_correction_bias is not None:
+            nn.init.zeros_(self.e_score_correction_bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(weights and indices [..., K] of `ops.route`, logits [..., E]) of tokens x [..., C]; logits have x's dtype or

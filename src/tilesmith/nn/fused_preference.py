@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tilesmith.engine.argument_checks import choice, flag, integer, number, size
+from tilesmith.nn.distillation import Options
 from tilesmith.nn.policy import check_policy, grpo_loss
 from tilesmith.nn.preference import (
     OddsMetrics,
@@ -26,7 +27,7 @@ DPO_TYPES = (
 )  # fmt: skip
 
 
-class _FusedLinearLoss(nn.Module):
+class _FusedLinearLoss(Options):
     """What the losses share. chunk_size: how many pairs (KTO, GRPO: sequences) have their logits in memory at a time;
     0: the library chooses. compiled: accepted for callers of Liger's classes, without effect: nothing is compiled."""
 
@@ -66,10 +67,6 @@ class _FusedLinearLoss(nn.Module):
             return sequence_log_probs(
                 ref_input, ref_weight, target, ref_bias, average=average, ignore_index=self.ignore_index
             )
-
-    def extra_repr(self) -> str:
-        shown = (f"{n}={v!r}" for n, v in vars(self).items() if n[0] != "_" and n not in ("training", "compiled"))
-        return ", ".join(shown)
 
 
 class FusedLinearDPOLoss(_FusedLinearLoss):

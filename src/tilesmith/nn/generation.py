@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import number, size, tensor
+from tilesmith.engine.argument_checks import number, one_device, readable, size, tensor
 from tilesmith.nn.decoder import Decoder
 
 
@@ -23,12 +23,17 @@ def generate(
 ) -> Tensor:
     """New tokens [B, max_new_tokens] that continue prompt [B, T].
 
-    prompt_lengths: [B] int32, from 1 to T, for prompts of different lengths; what follows in their rows is ignored.
-    temperature: 0 takes the likeliest token, else the logits are divided by it and a token is drawn, from the `top_k`
-    likeliest if given. stop_token: a row that has produced it repeats it, and the loop ends once all rows have, which
-    costs one wait for the device a token; without it there is none. generator: where random numbers come from.
+    prompt_lengths: [B] int32 or int64, from 1 to T, for prompts of different lengths; what follows in their rows may be
+    any token and is ignored. temperature: 0 takes the likeliest token, else the logits are divided by it and a token is
+    drawn, from the `top_k` likeliest if given. stop_token: a row that has produced it repeats it, and the loop ends
+    once all rows have, which costs one wait for the device a token; without it there is none. generator: where random
+    numbers come from.
 
-    Raises ValueError for an empty prompt, and where prompt and new tokens exceed the decoder's max_positions.
+    Call `decoder.eval()` first: in training mode hidden_dropout applies. If FSDP2 shards the decoder, register the
+    methods that are called, `hidden_states` and `logits`, by `torch.distributed.fsdp.register_fsdp_forward_method`.
+
+    Raises ValueError for an empty prompt, where prompt and new tokens exceed the decoder's max_positions, for a
+    stop_token outside the vocabulary and, on a CPU, for prompt_lengths outside 1 to T.
     """
     if not isinstance(decoder, Decoder):
         raise TypeError(
@@ -43,6 +48,8 @@ def generate(
         raise TypeError(f"generate: prompt has dtype {prompt.dtype}; it must hold tokens, int64 or int32")
     if top_k is not None:
         size("generate", "top_k", top_k)
+    if stop_token is not None:
+        _check_stop(stop_token, decoder.config.vocab_size)
     if prompt_lengths is not None:
         _check_lengths(prompt_lengths, prompt)
     if length == 0:
@@ -79,13 +86,26 @@ def _check_lengths(lengths: Tensor, prompt: Tensor) -> None:
         raise ValueError(
             f"generate: prompt_lengths must be [{prompt.shape[0]}] int32, got {list(lengths.shape)} {lengths.dtype}"
         )
+    one_device("generate", "prompt_lengths", lengths, "prompt", prompt)
+    if readable(lengths) and ((lengths < 1) | (lengths > prompt.shape[1])).any():
+        raise ValueError(
+            f"generate: prompt_lengths holds {lengths.tolist()[:8]}; the rows of prompt have {prompt.shape[1]} tokens: "
+            f"give numbers from 1 to {prompt.shape[1]}"
+        )
+
+
+def _check_stop(token: int, classes: int) -> None:
+    if size("generate", "stop_token", token, 0) >= classes:
+        raise ValueError(f"generate: stop_token is {token}; it must be 0 … {classes - 1}, or None to go on to the end")
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """One token a row of logits [B, vocab_size]."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    below = logits - logits.amax(dim=-1, keepdim=True)  # the largest stays 0, however small the temperature
+    logits = below / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         logits = logits.where(logits >= logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], float("-inf"))
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

@@ -83,11 +83,12 @@ class RotaryEmbedding(nn.Module):
         device = self.cos.device
         if device.type == "meta":
             return
-        frequencies = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim)
-        if self.scaling is not None:
-            frequencies = self.scaling(frequencies)
-        angles = torch.arange(self.max_positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
-        self.cos, self.sin = angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
+        with torch.inference_mode(False):  # later calls may need gradients
+            frequencies = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim)
+            if self.scaling is not None:
+                frequencies = self.scaling(frequencies)
+            angles = torch.arange(self.max_positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
+            self.cos, self.sin = angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
 
     def _apply(self, fn, recurse: bool = True):
         # .to(bfloat16) would round the tables, to_empty() leave them unset: what moved them only decides the device.
@@ -106,4 +107,5 @@ class RotaryEmbedding(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, max_positions={self.max_positions}, theta={self.theta}, scaling={self.scaling}"
+        how = f"scaling={self.scaling}, interleaved={self.interleaved}"
+        return f"{self.dim}, max_positions={self.max_positions}, theta={self.theta}, {how}"

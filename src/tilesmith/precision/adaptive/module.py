@@ -247,10 +247,11 @@ class _Packer:
         losses = {"original": original} | {name: self._loss_of(arm, references) for name, arm in arms.items()}
         best = "dealt" if losses["dealt"] < losses["uniform"] else "uniform"
         if not losses["adaptive"] < losses[best]:
+            used = {"dealt": "the two widths are used", "uniform": "the one width is used"}[best]
             reason = (
                 f"{strategy.value} widths did not win: their loss on held-out batches is {losses['adaptive']:.6g}, "
                 f"that of one width for all tiles {losses['uniform']:.6g}, and that of two widths dealt over the tiles "
-                f"regardless of the weights, in as many bytes, {losses['dealt']:.6g}; the widths are {best}"
+                f"regardless of the weights, in as many bytes, {losses['dealt']:.6g}; {used}"
             )
             return arms[best], {"strategy": AllocationStrategy.UNIFORM.value, "fallback": reason, "held_out": losses}
         total = sum(shares.values())
