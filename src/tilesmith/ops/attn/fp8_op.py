@@ -14,7 +14,7 @@ from tilesmith.ops.attn import checks, quantize_reference
 from tilesmith.ops.attn.dequantize_op import attention_dequantize, attention_fp8_gradients
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import EVERYTHING, SCALED, attention_op, attention_vjp, with_unit_stride
-from tilesmith.ops.attn.reference import FACTOR_BLOCK, is_tokens_first
+from tilesmith.ops.attn.reference import FACTOR_BLOCK, is_tokens_first, scale_of
 
 GRANULARITIES = ("block", "head", "tensor")
 
@@ -135,7 +135,7 @@ class _AttentionFp8(torch.autograd.Function):
             out = out.to(q.dtype)
         ctx.save_for_backward(*values, q_scale, k_scale, v_scale, mean, cos, sin, out, lse)
         if how[1]:
-            lse = torch.add(lse, shift, alpha=_scale(given, q))
+            lse = torch.add(lse, shift, alpha=scale_of(q, given.get("scale")))
         return out, lse
 
     @staticmethod
@@ -149,8 +149,8 @@ class _AttentionFp8(torch.autograd.Function):
         given = next((x for x in (dq, dk) if x is not None), None)
         if given is not None and (rotate or cos is not None or moved[0] is not None or given.dtype != ctx.dtype):
             found = attention_fp8_gradients(
-                dq, dk, *moved, cos, sin, str(ctx.dtype)[6:], _scale(ctx.given, q8), k8.shape[2] - q8.shape[2],
-                rotate, interleaved,
+                dq, dk, *moved, cos, sin, str(ctx.dtype)[6:], scale_of(q8, ctx.given.get("scale")),
+                k8.shape[2] - q8.shape[2], rotate, interleaved,
             )  # fmt: skip
             dq, dk = (None if x is None else dx for x, dx in zip((dq, dk), found))
         return dq, dk, None if dv is None else dv.to(ctx.dtype), None, None, None, None
@@ -166,8 +166,3 @@ def _gradients_at_values(ctx, kept, dout, dlse, out, lse) -> tuple[Tensor | None
     named.update(output_mask=(*ctx.needs_input_grad[:3], False, False))
     gradients = attention_vjp.handle(*attention_vjp.bind((), named), pin=ctx.pin)
     return tuple(dx if wanted else None for dx, wanted in zip(gradients, ctx.needs_input_grad[:3]))
-
-
-def _scale(given: dict, q: Tensor) -> float:
-    scale = given.get("scale")
-    return q.shape[3] ** -0.5 if scale is None else scale
