@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tilesmith import ops, use
@@ -237,6 +238,20 @@ def test_inference_before_training(pattern):
     trained = layer(x)
     trained.sum().backward()
     torch.testing.assert_close(trained, inferred)
+
+
+@pytest.mark.parametrize("pattern", [SparsePattern.RANDOM, *LOOKING])
+def test_a_run_on_fake_tensors_leaves_no_trace(pattern):
+    """As `optimize` makes one before a model's first step, and torch.export."""
+    layer, x = create_sparse_attention(16, 2, 0.5, pattern, block_size=16), torch.randn(1, 93, 16)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        layer(mode.from_tensor(x))
+    layer(x).sum().backward()
+    with mode:
+        assert layer(mode.from_tensor(x)).shape == x.shape
+    exported = torch.export.export(layer.eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), layer(x))
 
 
 @pytest.mark.parametrize("block_size", [16, None])
