@@ -281,6 +281,28 @@ def test_without_causality():
     assert layer.measure(x).kept_blocks == 2 * 80
 
 
+@pytest.mark.parametrize("pattern", SparsePattern)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_row_keeps_its_own_block(pattern, causal):
+    layer = create_sparse_attention(16, 2, 0.95, pattern, causal=causal, block_size=16)
+    seen = _table(layer.blocks(torch.randn(2, 310, 16)), 310, 310, 2)
+    assert seen.diagonal(dim1=2, dim2=3).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_threshold_of_mass_keeps_the_first_block_and_the_last_ones(causal):
+    layer = DynamicSparseAttention(16, 2, 0.0, block_size=16, causal=causal, mass=1e-3, first=1, last=2)
+    seen = _table(layer.blocks(torch.randn(1, 320, 16)), 320, 320, 2)
+    assert seen[..., 0].all() and seen.diagonal(dim1=2, dim2=3).all() and seen.diagonal(-1, 2, 3).all()
+    assert seen.sum() == 2 * (3 * 20 - 3)  # the first two rows have fewer of them
+
+
+def test_nan_is_not_hidden_by_a_threshold_of_mass():
+    layer, x = DynamicSparseAttention(16, 2, 0.5, block_size=16, mass=0.9).eval(), torch.randn(1, 100, 16)
+    x[0, 20] = float("nan")
+    assert layer(x)[0, 20].isnan().all()
+
+
 # the indexer ----------------------------------------------------------------------------------------------------------
 
 

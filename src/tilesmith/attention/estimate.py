@@ -57,7 +57,7 @@ def chosen_blocks(
 
     mass, first, last: see `ops.block_select`. The host waits for nothing.
     """
-    keep = ops.block_select(scores, plan.counts, plan.visible, mass, first, last)
+    keep = ops.block_select(scores, plan.counts, plan.visible, mass, first, last, plan.ends)
     room = scores.shape[0] * scores.shape[1] * plan.total
     counts = plan.counts if mass == 1.0 else None  # a row may stop before
     offsets, indices, offsets_t, indices_t = ops.block_lists(keep, room, counts)

@@ -29,10 +29,10 @@ class DynamicSparseAttention(FlashAttention3):
         on average, so that short sequences are sparse, too. Hopper's kernels serve 128.
     top_blocks: blocks that every row of DYNAMIC_THRESHOLD and LEARNED keeps, however long the sequence is, in place of
         the budget that sparsity_ratio gives; blocks have 128 tokens then, unless block_size says otherwise.
-    first, last: blocks at the beginning and, counted from the diagonal, at the end of what a row sees that
+    first, last: blocks at the beginning of the sequence, and blocks up to and with a row's own one, that
         DYNAMIC_THRESHOLD and LEARNED keep whatever their scores are, within the budget.
-    mass: DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention; 1: as many as
-        the budget allows.
+    mass: beside these DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention;
+        1: as many as the budget allows.
     seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None. An argument that the pattern does not use is
         refused unless it has its default.
     index_samples: of a block, how many queries, evenly spaced, measure the attention that is the indexer's target: a
