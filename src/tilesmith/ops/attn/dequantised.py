@@ -24,14 +24,9 @@ def attention(call) -> tuple[Tensor, Tensor]:
     serves that dtype."""
     like = reference.out_like(call.q, call.v.shape[3])
     q, k, v = (
-        x if factor is None else widened(x, factor, reference.out_like(x, x.shape[3]))
+        x if factor is None else reference.widened(x, factor, reference.out_like(x, x.shape[3]))
         for x, factor in ((call.q, call.q_scale), (call.k, call.k_scale), (call.v, call.v_scale))
     )
     out, lse = attention_op.run(call._replace(q=q, k=k, v=v, q_scale=None, k_scale=None, v_scale=None))
     # the stride of a dim of size 1 may say another memory order of the widened q
     return (out if out.stride() == like.stride() else like.copy_(out)), lse
-
-
-def widened(x: Tensor, factor: Tensor, into: Tensor) -> Tensor:
-    """into, filled with x times its factors, rounded once: every 8-bit number is one of bf16 and fp16."""
-    return into.copy_(x).mul_(reference.by_token(factor, x))

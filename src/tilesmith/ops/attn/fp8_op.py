@@ -11,10 +11,9 @@ from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import attributed_to, tensor
 from tilesmith.engine.choice import pinned
 from tilesmith.ops.attn import checks, quantize_reference
-from tilesmith.ops.attn.dequantised import widened
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.op import EVERYTHING, SCALED, attention_op, attention_vjp, with_unit_stride
-from tilesmith.ops.attn.reference import FACTOR_BLOCK, empty_tokens_first, is_tokens_first
+from tilesmith.ops.attn.reference import FACTOR_BLOCK, empty_tokens_first, is_tokens_first, widened
 from tilesmith.ops.rotary.op import rope_vjp
 
 GRANULARITIES = ("block", "head", "tensor")

@@ -399,6 +399,11 @@ def by_token(factors: Tensor, x: Tensor) -> Tensor:
     return factors.unsqueeze(-1)
 
 
+def widened(x: Tensor, factors: Tensor, into: Tensor) -> Tensor:
+    """into, filled with x times its factors, rounded once: every 8-bit number is one of bf16 and fp16."""
+    return into.copy_(x).mul_(by_token(factors, x))
+
+
 def slopes_of_documents(alibi: Tensor, cu_seqlens_q: Tensor | None) -> bool:
     """Whether alibi [N, H] has a row for each packed document."""
     return alibi.ndim == 2 and cu_seqlens_q is not None and alibi.shape[0] > 1
