@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import number
+from tilesmith.engine.argument_checks import integer, number
 from tilesmith.engine.tracing import kept
 from tilesmith.ops.attn.block_pattern_reference import LARGEST_SPARSITY, row_budget, row_ends
 
@@ -33,8 +33,8 @@ def checked_sparsity(of: str, sparsity: float) -> float:
 
 
 def checked_block(of: str, block_size: int | None) -> int | None:
-    """block_size, or an error unless it is None or one of `BLOCK_SIZES`."""
-    if block_size is not None and block_size not in BLOCK_SIZES:
+    """block_size, or an error unless it is None or an int of `BLOCK_SIZES`."""
+    if block_size is not None and integer(of, "block_size", block_size) not in BLOCK_SIZES:
         raise ValueError(f"{of}: block_size must be None or one of {BLOCK_SIZES}, got {block_size!r}")
     return block_size
 

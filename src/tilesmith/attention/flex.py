@@ -113,8 +113,8 @@ def _check_partial(block_mask: BlockMask, partial: Tensor, causal: bool) -> None
         does = "hides key {} from" if wanted[at, of_query, of_key] else "shows key {} to"
         told = f"its mask_mod {does.format(int(k[at, 0, of_key]))} query {int(q[at, of_query, 0])}"
         raise ValueError(
-            f"from_block_mask: block_mask has partial blocks whose mask kernels cannot read: {told}, of {keys} keys and "
-            f"{tokens} queries; "
+            f"from_block_mask: block_mask has partial blocks whose mask kernels cannot read: {told}, of {keys} keys "
+            f"and {tokens} queries; "
             + ("with causal=True, aligned at the last token, it must not" if causal else "causal=True if it is causal")
         )
 

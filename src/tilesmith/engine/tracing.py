@@ -57,7 +57,7 @@ def kept(most: int) -> Callable[[_Fn], _Fn]:
             device = next((a for a in args if isinstance(a, torch.device) and a.type == "cuda"), None)
             if device is None:
                 return known(None, *args)
-            if torch.cuda.is_current_stream_capturing():
+            if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
                 return fn(*args)
             index = torch_private.current_device() if device.index is None else device.index
             return known(torch_private.raw_stream(index), *args)

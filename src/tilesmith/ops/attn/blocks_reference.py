@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.ops.attn.block_lists import check_contents
 from tilesmith.ops.attn.visibility import visibility
 
 
@@ -142,7 +143,8 @@ def block_mass(
         query_stride: a sample of the queries stands for all: each query_stride-th of a block, from its first one on.
             It must divide block_q.
 
-    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed. On a CPU
+    lists that do not ascend or name blocks that are not there raise ValueError.
     """
     batch, heads, tokens, _ = q.shape
     keys, kv_heads = k.shape[2], k.shape[1]
@@ -150,7 +152,8 @@ def block_mass(
     lse = lse.to(acc).unsqueeze(-1)
     pairs = _scores(q, k, scale, causal)
     p = torch.where(lse > float("-inf"), torch.exp(pairs - torch.where(lse > float("-inf"), lse, 0.0)), 0.0)
-    if offsets is not None:
+    if offsets is not None and indices is not None:
+        check_contents(offsets, indices, -(-keys // block_k), of="block_mass", name="")
         lists = {"block_offsets": offsets, "block_indices": indices, "block_q": block_q, "block_k": block_k}
         p = torch.where(visibility(batch, heads, tokens, keys, q.device, **lists)[2], p, 0.0)
     p, block_q, tokens = p[:, :, ::query_stride], block_q // query_stride, -(-tokens // query_stride)

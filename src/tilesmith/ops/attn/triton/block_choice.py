@@ -220,7 +220,8 @@ def block_select(
         launch(
             _block_select_kernel, (batch * lists * rows,),
             scores, counts.contiguous(), visible.contiguous(), None if ends is None else ends.contiguous(),
-            keep.view(torch.uint8), scores.stride(), lists, rows, columns, mass, min(first, columns), min(last, columns), BLOCK=block, BY_MASS=mass < 1.0,
+            keep.view(torch.uint8), scores.stride(), lists, rows, columns, mass, min(first, columns),
+            min(last, columns), BLOCK=block, BY_MASS=mass < 1.0,
             num_warps=1 if block <= 256 else config["num_warps"], **chained(scores.device),
         )  # fmt: skip
     return keep
