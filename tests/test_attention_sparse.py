@@ -275,6 +275,16 @@ def test_compiles_whole(pattern, block_size):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("pattern", [SparsePattern.STRIDED, *LOOKING])
+def test_compiles_for_several_lengths(pattern, dynamic):
+    layer = create_sparse_attention(16, 2, 0.5, pattern)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (100, 70, 300):
+        x = torch.randn(1, tokens, 16)
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
 def test_without_causality():
     layer = create_sparse_attention(16, 2, 0.8, SparsePattern.DYNAMIC_THRESHOLD, causal=False, block_size=16)
     x = torch.randn(1, 320, 16)
