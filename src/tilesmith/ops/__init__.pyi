@@ -381,7 +381,8 @@ def block_mass(
         query_stride: a sample of the queries stands for all: each query_stride-th of a block, from its first one on.
             It must divide block_q.
 
-    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed. On a CPU
+    lists that do not ascend or name blocks that are not there raise ValueError.
     """
 
 def block_max_scores(
