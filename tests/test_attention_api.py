@@ -292,6 +292,57 @@ def test_lists_for_other_keys_make_no_block_mask():
         to_block_mask(blocks._replace(offsets_t=None, indices_t=None), 8, 8)
 
 
+@pytest.mark.parametrize("wrong", [
+    {"offsets": None}, {"indices": None}, {"indices": torch.zeros(1, 2, dtype=torch.int32)}, {"block_q": 0},
+    {"block_k": 4.0}, {"offsets": torch.zeros(1, 1, 3)}, {"offsets_t": None}, {"offsets": torch.zeros(1, 3).int()},
+])  # fmt: skip
+def test_no_lists_make_no_block_mask(wrong):
+    blocks = Blocks.of(torch.ones(1, 1, 2, 2, dtype=torch.bool), 4, 4)
+    with pytest.raises((TypeError, ValueError), match=f"^(to_block_mask|Blocks): .*{next(iter(wrong))}"):
+        to_block_mask(blocks._replace(**wrong), 8, 8)
+
+
+MODS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "causal, aligned at the last token": lambda b, h, q, k: q + 32 >= k,
+    "window": lambda b, h, q, k: (q >= k) & (q - k < 20),
+    "all": lambda b, h, q, k: q >= 0,
+    "prefix": lambda b, h, q, k: k < 32,
+}
+
+
+@pytest.mark.parametrize("mod, tokens, keys, causal, right", [
+    ("causal", 50, 50, True, True), ("causal", 50, 50, False, False), ("causal", 32, 64, True, False),
+    ("causal", 64, 32, True, False), ("causal, aligned at the last token", 32, 64, True, True),
+    ("window", 64, 64, True, False), ("all", 64, 50, False, True), ("prefix", 64, 64, False, True),
+    ("prefix", 64, 64, True, False),
+])  # fmt: skip
+def test_a_block_mask_is_what_its_caller_says(mod, tokens, keys, causal, right):
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    block_mask = create_block_mask(MODS[mod], 1, 1, tokens, keys, device="cpu", BLOCK_SIZE=16)
+    if not right:
+        with pytest.raises(ValueError, match="^from_block_mask: .*block_mask has"):
+            from_block_mask(block_mask, causal=causal)
+        return
+    wanted = create_mask(MODS[mod], 1, 1, tokens, keys, device="cpu")
+    assert torch.equal(from_block_mask(block_mask, causal=causal).materialize(tokens, keys), wanted)
+
+
+def test_what_stands_behind_a_count_is_no_block():
+    """Lists by hand, filled up with zeros, and shorter than there are blocks of keys."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts, indices = torch.tensor([[[1, 2]]]).int(), torch.tensor([[[[0, 0], [0, 2]]]]).int()
+    none = torch.zeros_like(counts), torch.zeros_like(indices)
+    options = {"BLOCK_SIZE": 16, "seq_lengths": (32, 60), "compute_q_blocks": False}
+    blocks = from_block_mask(BlockMask.from_kv_blocks(*none, counts, indices, **options)).blocks
+    assert blocks.offsets.tolist() == [[[0, 1, 3]]] and blocks.indices.tolist() == [0, 0, 2]
+    assert blocks.offsets_t.tolist() == [[[0, 2, 2, 3, 3]]]
+    with pytest.raises(ValueError, match="lists block 7 of keys; there are 4, so it must be 0 to 3"):
+        from_block_mask(BlockMask.from_kv_blocks(*none, counts, 7 * indices.clamp(max=1), **options))
+
+
 def test_lists_keep_their_form():
     blocks = pattern_blocks(SparsePattern.RANDOM, 100, 100, 0.3, heads=2, block_size=16)
     assert isinstance(blocks, Blocks) and blocks.offsets.dtype == blocks.indices_t.dtype == torch.int32

@@ -1,12 +1,15 @@
 """Block-sparse attention: exact budgets, patterns, choices that look at the data, the layer and what it learns."""
 
+import copy
 import math
+import pickle
 import sys
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tilesmith import ops, use
@@ -239,6 +242,20 @@ def test_inference_before_training(pattern):
     torch.testing.assert_close(trained, inferred)
 
 
+@pytest.mark.parametrize("pattern", [SparsePattern.RANDOM, *LOOKING])
+def test_a_run_on_fake_tensors_leaves_no_trace(pattern):
+    """As `optimize` makes one before a model's first step, and torch.export."""
+    layer, x = create_sparse_attention(16, 2, 0.5, pattern, block_size=16), torch.randn(1, 93, 16)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        layer(mode.from_tensor(x))
+    layer(x).sum().backward()
+    with mode:
+        assert layer(mode.from_tensor(x)).shape == x.shape
+    exported = torch.export.export(layer.eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), layer(x))
+
+
 @pytest.mark.parametrize("block_size", [16, None])
 @pytest.mark.parametrize("pattern", [SparsePattern.STRIDED, *LOOKING])
 def test_compiles_whole(pattern, block_size):
@@ -258,12 +275,109 @@ def test_compiles_whole(pattern, block_size):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("pattern", [SparsePattern.STRIDED, *LOOKING])
+def test_compiles_for_several_lengths(pattern, dynamic):
+    layer = create_sparse_attention(16, 2, 0.5, pattern)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (100, 70, 300):
+        x = torch.randn(1, tokens, 16)
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
 def test_without_causality():
     layer = create_sparse_attention(16, 2, 0.8, SparsePattern.DYNAMIC_THRESHOLD, causal=False, block_size=16)
     x = torch.randn(1, 320, 16)
     seen = _table(layer.blocks(x), 320, 320, 2)
     assert (seen & torch.ones(20, 20).triu(1).bool()).any()
     assert layer.measure(x).kept_blocks == 2 * 80
+
+
+@pytest.mark.parametrize("pattern", SparsePattern)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_row_keeps_its_own_block(pattern, causal):
+    layer = create_sparse_attention(16, 2, 0.95, pattern, causal=causal, block_size=16)
+    seen = _table(layer.blocks(torch.randn(2, 310, 16)), 310, 310, 2)
+    assert seen.diagonal(dim1=2, dim2=3).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_threshold_of_mass_keeps_the_first_block_and_the_last_ones(causal):
+    layer = DynamicSparseAttention(16, 2, 0.0, block_size=16, causal=causal, mass=1e-3, first=1, last=2)
+    seen = _table(layer.blocks(torch.randn(1, 320, 16)), 320, 320, 2)
+    assert seen[..., 0].all() and seen.diagonal(dim1=2, dim2=3).all() and seen.diagonal(-1, 2, 3).all()
+    assert seen.sum() == 2 * (3 * 20 - 3)  # the first two rows have fewer of them
+
+
+def test_nan_is_not_hidden_by_a_threshold_of_mass():
+    layer, x = DynamicSparseAttention(16, 2, 0.5, block_size=16, mass=0.9).eval(), torch.randn(1, 100, 16)
+    x[0, 20] = float("nan")
+    assert layer(x)[0, 20].isnan().all()
+
+
+def test_a_report_knows_the_softcap():
+    layer = DynamicSparseAttention(16, 2, 0.5, SparsePattern.STRIDED, block_size=16, softcap=0.5, scale=8.0).double()
+    x = torch.randn(1, 130, 16, dtype=torch.float64)
+    q, k = (p(x).unflatten(2, (2, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj))
+    scores = (0.5 * torch.tanh(8.0 * q @ k.mT / 0.5)).masked_fill(~Mask(causal=True).materialize(130, 130), -math.inf)
+    seen = Mask(blocks=layer.blocks(x)).materialize(130, 130, heads=2)
+    wanted = float((scores.softmax(-1) * seen).sum(-1).mean().detach())
+    assert layer.measure(x).retained_mass == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("pattern", SparsePattern)
+@pytest.mark.parametrize("sizes", [(0, 40), (2, 0), (0, 0)])
+def test_of_no_tokens_nothing_is_left_out(pattern, sizes):
+    report = create_sparse_attention(16, 2, 0.5, pattern).measure(torch.randn(*sizes, 16))
+    assert (report.kept_blocks, report.flops, report.sparsity, report.retained_mass) == (0, 0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("pattern", [SparsePattern.RANDOM, *LOOKING])
+def test_the_explanation_is_of_the_call_with_its_blocks(pattern, monkeypatch):
+    from tilesmith.attention import sparse
+
+    layer, x, asked = create_sparse_attention(16, 2, 0.5, pattern, block_size=16), torch.randn(1, 90, 16), []
+    monkeypatch.setattr(sparse, "explain", lambda *args: asked.append(args))
+    layer.explain(x)
+    assert torch.equal(asked[0][4].blocks.indices, layer.blocks(x).indices) and asked[0][4].causal
+
+
+@pytest.mark.parametrize("wrong, told", [
+    ({"block_size": 16.0}, "block_size must be an int, got 16.0"), ({"softcap": "x"}, "softcap must be a number"),
+    ({"seed": 1 << 63, "pattern": SparsePattern.RANDOM}, r"seed must be below 2\*\*63"),
+])  # fmt: skip
+def test_what_no_layer_is_made_with(wrong, told):
+    with pytest.raises((TypeError, ValueError), match=f"^DynamicSparseAttention: {told}"):
+        DynamicSparseAttention(16, 2, **wrong)
+
+
+def test_more_first_blocks_than_there_are_are_all_of_them():
+    layer = DynamicSparseAttention(16, 2, block_size=16, top_blocks=2, first=1 << 40, last=1 << 40)
+    table = _table(layer.blocks(torch.randn(1, 64, 16)), 64, 64, 2)
+    assert torch.equal(table[0, 1], torch.ones(4, 4).tril().triu(-1).bool())
+
+
+@pytest.mark.parametrize("wrong, told", [
+    ({"q": None}, "q must be a tensor"), ({"k": torch.ones(2, 48, 8)}, r"k must be \[batch, heads"),
+    ({"key_samples": 3}, "key_samples must be a multiple of 8"), ({"key_samples": 24}, "key_samples must"),
+    ({"q": torch.ones(1, 2, 48, 8).long()}, "q has dtype"),
+])  # fmt: skip
+def test_what_shares_are_not_estimated_of(wrong, told):
+    given = {"q": torch.ones(1, 2, 48, 8), "k": torch.ones(1, 2, 48, 8), "block_size": 32, **wrong}
+    with pytest.raises((TypeError, ValueError), match=f"^estimated_shares: {told}"):
+        estimated_shares(given.pop("q"), given.pop("k"), **given)
+
+
+@pytest.mark.parametrize("offsets, indices, told", [
+    ([0, 2, 1], [0, 1], "offsets must ascend from 0 to at most 2, the length of indices"),
+    ([0, 1, 2], [0, -1], "indices holds -1"), ([0, 1, 2], [0, 2], "indices holds 2; there are 2 blocks"),
+    ([0, 2, 2], [1, 1], "indices must ascend in each row"),
+])  # fmt: skip
+def test_lists_that_measure_nothing(offsets, indices, told):
+    q = torch.randn(1, 2, 32, 8)
+    lists = torch.tensor([[offsets]]).int(), torch.tensor(indices).int()
+    with pytest.raises(ValueError, match=f"^block_mass: {told}"):
+        ops.block_mass(q, q, torch.zeros(1, 2, 32), *lists, None, True, 16, 16)
 
 
 # the indexer ----------------------------------------------------------------------------------------------------------
@@ -402,6 +516,26 @@ def test_only_its_loss_trains_the_indexer(target):
     layer.index_loss = None
     layer(x)
     assert layer.index_loss is None
+
+
+def test_a_functional_gradient_leaves_a_layer_that_can_be_copied():
+    layer, x = DynamicSparseAttention(16, 2, 0.5, SparsePattern.LEARNED, block_size=16), torch.randn(1, 60, 16)
+    parameters = dict(layer.named_parameters())
+    found = torch.func.grad(lambda given: torch.func.functional_call(layer, given, (x,)).sum())(parameters)
+    assert layer.index_loss is None
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    for name, gradient in zip(parameters, torch.autograd.grad(copied(x).sum(), list(copied.parameters()))):
+        torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.parametrize("x, rotary, told", [
+    (None, None, "x must be a tensor"), (torch.ones(40, 16), None, r"x must be \[batch"),
+    (torch.ones(1, 40, 15), None, "x must be .*16"),
+    (torch.ones(1, 40, 16), RotaryEmbedding(8, 64), "rotary rotates 8 features .* index_dim=8"),
+])  # fmt: skip
+def test_what_an_indexer_does_not_score(x, rotary, told):
+    with pytest.raises((TypeError, ValueError), match=f"^BlockIndexer: {told}"):
+        BlockIndexer(16, 2, 4)(x, rotary)
 
 
 # a task whose answer lies far away ------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ import itertools
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import tilesmith.ops
 from op_runs import (
     DEVICE,
     DIFFERENTIABLE,
@@ -64,6 +66,16 @@ def test_values_and_gradients(name, case, dtype, backend):
     except OracleMemoryError as problem:  # of the largest of the benchmark
         pytest.skip(str(problem))
     assert result.passed, result.message
+
+
+def test_no_declaration_needs_a_kernel():
+    """A kernel's module asks for all declarations: one that imported it would find it half made, if it came first."""
+    kernels = {module for op in ops().values() for module in op._modules.values()}
+    folder = Path(tilesmith.ops.__file__).parent
+    for path in folder.glob("*/*op.py"):
+        module = sys.modules[".".join(("tilesmith.ops", *path.relative_to(folder).with_suffix("").parts))]
+        used = {getattr(value, "__module__", None) for value in vars(module).values()}
+        assert not used & kernels, f"{module.__name__} imports from {used & kernels}"
 
 
 @pytest.mark.parametrize("name", sorted(ops()))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import number
+from tilesmith.engine.argument_checks import integer, number
 from tilesmith.engine.tracing import kept
 from tilesmith.ops.attn.block_pattern_reference import LARGEST_SPARSITY, row_budget, row_ends
 
@@ -15,12 +15,14 @@ BLOCK_SIZES = (128, 64, 32, 16)
 
 
 class Budget(NamedTuple):
-    """counts, visible int32 [R]: blocks that a row keeps and sees. total, seen: their sums."""
+    """counts, visible int32 [R]: blocks that a row keeps and sees. total, seen: their sums. ends int32 [R]: the block
+    behind a row's own one; None where that is the last one that it sees."""
 
     counts: Tensor
     visible: Tensor
     total: int
     seen: int
+    ends: Tensor | None = None
 
 
 def checked_sparsity(of: str, sparsity: float) -> float:
@@ -31,8 +33,8 @@ def checked_sparsity(of: str, sparsity: float) -> float:
 
 
 def checked_block(of: str, block_size: int | None) -> int | None:
-    """block_size, or an error unless it is None or one of `BLOCK_SIZES`."""
-    if block_size is not None and block_size not in BLOCK_SIZES:
+    """block_size, or an error unless it is None or an int of `BLOCK_SIZES`."""
+    if block_size is not None and integer(of, "block_size", block_size) not in BLOCK_SIZES:
         raise ValueError(f"{of}: block_size must be None or one of {BLOCK_SIZES}, got {block_size!r}")
     return block_size
 
@@ -57,7 +59,9 @@ def budget(
         if top is not None:  # torch.compile reads no tensors, so the total is of numbers
             counts = visible.clamp(max=top)
             total = sum(max(min(row + b.shift, b.columns, top), 0) for row in range(b.rows))
-        return Budget(counts.int(), visible.int(), total, b.seen)
+        own = torch.arange(b.rows, device=device) + (keys - tokens) // block
+        ends = None if causal else own.clamp(0, b.columns - 1).int() + 1
+        return Budget(counts.int(), visible.int(), total, b.seen, ends)
 
 
 @kept(128)

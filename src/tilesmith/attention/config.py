@@ -57,7 +57,7 @@ class AttentionConfig:
         name = "AttentionConfig"
         for field in ("d_model", "num_heads"):
             size(name, field, getattr(self, field))
-        for field in ("num_kv_heads", "max_sequence_length", "block_size"):
+        for field in ("num_kv_heads", "max_sequence_length"):
             if getattr(self, field) is not None:
                 size(name, field, getattr(self, field))
         for field in ("bias", "qk_norm"):

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.attention.budget import Budget
-from tilesmith.engine.argument_checks import size
+from tilesmith.engine.argument_checks import attributed_to, flag, size, tensor
 from tilesmith.ops.attn.mask import Blocks
 
 SUB_BLOCKS = 8  # stretches of a block of keys, each with one mean
 QUERY_SUB_BLOCKS, QUERIES = 2, 16  # stretches of a block of queries, and of how many of its queries they are the means
 
 
+@attributed_to("block_shares")
 def estimated_shares(
     q: Tensor,
     k: Tensor,
@@ -33,15 +34,25 @@ def estimated_shares(
     T x S is made: 1 / 1,024 of the products of attention at block_size 128. No gradient.
 
     q [B, H, T, D], k [B, G, S, D]; causal: needs T == S. scale: 1 / sqrt(D) if None. block_size: a multiple of 8.
-    key_samples: keys of a block that are read, evenly spaced; all if None, since one that is not read cannot be found.
+    key_samples: keys of a block that are read, evenly spaced: a multiple of 8 that divides block_size; all if None or
+    not fewer than those, since one that is not read cannot be found.
+    Raises ValueError or TypeError, naming the argument, for what does not fit.
     Source: the block score of SpargeAttn (arXiv:2502.18137) with a log-sum-exp over sub-blocks in place of one mean.
     """
     of = "estimated_shares"
+    for name, x in (("q", q), ("k", k)):
+        tensor(of, name, x, ("batch", "heads", "tokens", "head dim"))
+    flag(of, "causal", causal)
     if size(of, "block_size", block_size) % SUB_BLOCKS:
         raise ValueError(f"{of}: block_size must be a multiple of {SUB_BLOCKS}, got {block_size}")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"{of}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
-    keys = block_size if key_samples is None else size(of, "key_samples", key_samples)
+    keys = block_size if key_samples is None else min(size(of, "key_samples", key_samples), block_size)
+    if keys % SUB_BLOCKS or block_size % keys:
+        raise ValueError(
+            f"{of}: key_samples must be a multiple of {SUB_BLOCKS} that divides block_size, {block_size}, or None for "
+            f"all keys, got {key_samples}"
+        )
     strides = (
         math.gcd(block_size // stretches, max(1, block_size // samples))
         for stretches, samples in ((QUERY_SUB_BLOCKS, QUERIES), (SUB_BLOCKS, keys))
@@ -57,7 +68,8 @@ def chosen_blocks(
 
     mass, first, last: see `ops.block_select`. The host waits for nothing.
     """
-    keep = ops.block_select(scores, plan.counts, plan.visible, mass, first, last)
+    first, last = (min(n, scores.shape[3]) for n in (first, last))  # none but those that there are
+    keep = ops.block_select(scores, plan.counts, plan.visible, mass, first, last, plan.ends)
     room = scores.shape[0] * scores.shape[1] * plan.total
     counts = plan.counts if mass == 1.0 else None  # a row may stop before
     offsets, indices, offsets_t, indices_t = ops.block_lists(keep, room, counts)

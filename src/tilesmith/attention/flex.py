@@ -7,9 +7,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tilesmith.engine import cdiv
-from tilesmith.engine.argument_checks import attributed_to, flag, size
+from tilesmith.engine.argument_checks import attributed_to, flag, one_device, size, tensor
 from tilesmith.ops.attn.block_lists import check_lists
 from tilesmith.ops.attn.mask import Blocks, Mask
+
+PAIRS = 1 << 20  # of tokens that a mask_mod is asked about at a time
 
 
 @attributed_to("attention")
@@ -28,8 +30,7 @@ def to_block_mask(
     for name, value in (("tokens", tokens), ("keys", keys)):
         size("to_block_mask", name, value)
     flag("to_block_mask", "causal", causal)
-    if not isinstance(blocks, Blocks):
-        raise TypeError(f"to_block_mask: blocks must be Blocks, got {type(blocks).__name__}")
+    _check_blocks(blocks)
     rows, columns = cdiv(tokens, blocks.block_q), cdiv(keys, blocks.block_k)
     if blocks.offsets.shape[2] != rows + 1:
         raise ValueError(
@@ -69,23 +70,70 @@ def to_block_mask(
 def from_block_mask(block_mask: BlockMask, *, causal: bool = False) -> Mask:
     """A `Mask` for `ops.attention`, equal to a BlockMask of FlexAttention.
 
-    A mask_mod is a Python function, which our kernels cannot read: if the BlockMask has partial blocks, pass
-    causal=True to state that it hides the keys after a query and nothing else. Raises ValueError for partial blocks
-    without that. Waits for the device, to count the blocks.
+    A mask_mod is a Python function, which our kernels cannot read. It is called with the pairs of tokens of the partial
+    blocks: it must hide nothing there, or with causal=True the keys after a query and nothing else, positions aligned
+    at the last token. Raises ValueError where it does anything else, and with causal=True for full blocks that hold
+    keys after a query. Waits for the device.
     """
+    of = "from_block_mask"
     if not isinstance(block_mask, BlockMask):
-        raise TypeError(f"from_block_mask: block_mask must be a BlockMask, got {type(block_mask).__name__}")
-    flag("from_block_mask", "causal", causal)
-    partial = _of_counts(block_mask.kv_num_blocks, block_mask.kv_indices)
-    if not causal and bool(partial.any()):
+        raise TypeError(f"{of}: block_mask must be a BlockMask, got {type(block_mask).__name__}")
+    flag(of, "causal", causal)
+    if block_mask.kv_num_blocks.ndim != 3:
+        counts = list(block_mask.kv_num_blocks.shape)
+        raise ValueError(f"{of}: block_mask must have kv_num_blocks [batch, heads, query blocks], got {counts}")
+    (block_q, block_k), (tokens, keys) = block_mask.BLOCK_SIZE, block_mask.shape[-2:]
+    columns = cdiv(keys, block_k)
+    partial = _of_counts(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
+    _check_partial(block_mask, partial, causal)
+    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+        return Mask(causal=causal, blocks=Blocks.of(partial, block_q, block_k))
+    full = _of_counts(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+    row, column = (torch.arange(n, device=full.device) for n in full.shape[2:])
+    ahead = ((column + 1) * block_k).clamp(max=keys) - 1 > row[:, None] * block_q + (keys - tokens)
+    if causal and bool((full & ahead).any()):
+        raise ValueError(f"{of}: causal is True, but block_mask has full blocks with keys after a query: leave it out")
+    return Mask(causal=causal, blocks=Blocks.of(partial | full, block_q, block_k))
+
+
+def _check_partial(block_mask: BlockMask, partial: Tensor, causal: bool) -> None:
+    """Raise ValueError where the mask_mod in partial blocks is not what `causal` says, for some blocks at a time."""
+    (block_q, block_k), (tokens, keys) = block_mask.BLOCK_SIZE, block_mask.shape[-2:]
+    query, key = (torch.arange(n, device=partial.device) for n in (block_q, block_k))
+    for some in partial.nonzero().split(max(1, PAIRS // (block_q * block_k))):
+        batch, head, row, column = (x[:, None, None] for x in some.unbind(1))
+        q, k = row * block_q + query[:, None], column * block_k + key
+        inside = (q < tokens) & (k < keys)
+        q, k = q.clamp(max=tokens - 1), k.clamp(max=keys - 1)
+        wanted = (k <= q + (keys - tokens)) if causal else torch.ones_like(inside)
+        wrong = inside & (block_mask.mask_mod(batch, head, q, k) != wanted)
+        if not bool(wrong.any()):
+            continue
+        at, of_query, of_key = wrong.nonzero()[0]
+        does = "hides key {} from" if wanted[at, of_query, of_key] else "shows key {} to"
+        told = f"its mask_mod {does.format(int(k[at, 0, of_key]))} query {int(q[at, of_query, 0])}"
         raise ValueError(
-            "from_block_mask: block_mask has partial blocks, whose mask_mod cannot be read; causal=True says that it "
-            "is the causal one"
+            f"from_block_mask: block_mask has partial blocks whose mask kernels cannot read: {told}, of {keys} keys "
+            f"and {tokens} queries; "
+            + ("with causal=True, aligned at the last token, it must not" if causal else "causal=True if it is causal")
         )
-    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        partial = partial | _of_counts(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    block_q, block_k = block_mask.BLOCK_SIZE
-    return Mask(causal=causal, blocks=Blocks.of(partial, block_q, block_k))
+
+
+def _check_blocks(blocks: Blocks) -> None:
+    """Raise ValueError or TypeError, naming the field, for what are no lists whatever they are for."""
+    of = "to_block_mask"
+    if not isinstance(blocks, Blocks):
+        raise TypeError(f"{of}: blocks must be Blocks, got {type(blocks).__name__}")
+    Mask(blocks=blocks).lower()  # its sizes
+    if (blocks.offsets_t is None) != (blocks.indices_t is None):
+        raise ValueError(f"{of}: offsets_t and indices_t of blocks go together; one of them is None")
+    of_keys = () if blocks.offsets_t is None else ("offsets_t", "indices_t")
+    for name in ("offsets", "indices", *of_keys):
+        x = getattr(blocks, name)
+        tensor(of, f"{name} of blocks", x, ("B", "heads", "blocks + 1") if "offsets" in name else ("entries",))
+        if x.dtype != torch.int32:
+            raise TypeError(f"{of}: {name} of blocks must be int32, got {x.dtype}")
+        one_device(of, f"{name} of blocks", x, "offsets", blocks.offsets)
 
 
 def _table(blocks: Blocks, rows: int, columns: int) -> Tensor:
@@ -104,7 +152,14 @@ def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
     return table.sum(-1).int(), table.int().argsort(dim=-1, descending=True, stable=True).int()
 
 
-def _of_counts(counts: Tensor, indices: Tensor) -> Tensor:
-    """Lists of one length with counts as a bool table."""
-    place = torch.arange(indices.shape[-1], device=indices.device)
-    return torch.zeros_like(indices, dtype=torch.bool).scatter_(-1, indices.long(), place < counts[..., None])
+def _of_counts(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Lists of one length with counts as a bool table; what stands behind a count means nothing."""
+    held = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    wrong = indices[held & ((indices < 0) | (indices >= columns))]
+    if wrong.numel():
+        raise ValueError(
+            f"from_block_mask: block_mask lists block {int(wrong[0])} of keys; there are {columns}, so it must be 0 to "
+            f"{columns - 1}"
+        )
+    table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    return table.scatter_(-1, torch.where(held, indices, columns).long(), True)[..., :columns]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import size
+from tilesmith.engine.argument_checks import size, tensor
 from tilesmith.nn import Attention, RMSNorm, RotaryEmbedding
 
 
@@ -40,7 +40,19 @@ class BlockIndexer(nn.Module):
     def forward(
         self, x: Tensor, rotary: RotaryEmbedding | None = None, *, block_size: int = 128, causal: bool = True
     ) -> Tensor:
-        """Scores fp32 [B, G, R, C] of x [B, T, d_model]; -inf for blocks that no query of the row sees."""
+        """Scores fp32 [B, G, R, C] of x [B, T, d_model]; -inf for blocks that no query of the row sees.
+
+        Raises ValueError or TypeError for another x and for a rotary embedding of more than index_dim features.
+        """
+        of, features = "BlockIndexer", self.q_proj.in_features
+        tensor(of, "x", x, ("batch", "tokens", "features"))
+        if x.shape[2] != features:
+            raise ValueError(f"{of}: x must be [batch, tokens, {features}], got {list(x.shape)}")
+        if rotary is not None and rotary.dim > self.index_dim:
+            raise ValueError(
+                f"{of}: rotary rotates {rotary.dim} features and an index head has {self.index_dim}: make the layer "
+                f"with index_dim={rotary.dim} or more"
+            )
         q = self.q_norm(self.q_proj(x).unflatten(2, (-1, self.index_dim))).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).unflatten(2, (-1, self.index_dim))).transpose(1, 2)
         if rotary is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.attention.budget import checked_sparsity
-from tilesmith.engine.argument_checks import flag, located, size
+from tilesmith.engine.argument_checks import flag, located, number, present, size
 from tilesmith.engine.tracing import kept
 from tilesmith.ops.attn.mask import Blocks
 
@@ -41,8 +41,15 @@ CLOSED = (SparsePattern.RANDOM, SparsePattern.BLOCK_SPARSE, SparsePattern.STRIDE
 
 def refuse_softcap(of: str, softcap: float, pattern: SparsePattern) -> None:
     """Raise ValueError for a softcap beside a pattern whose shares know none."""
-    if softcap and pattern in RANKING:
+    if number(of, "softcap", softcap, 0.0) and pattern in RANKING:
         raise ValueError(f"{of}: softcap is not supported with {pattern.name}, whose estimate ignores it")
+
+
+def checked_seed(of: str, seed: int) -> int:
+    """seed, or an error unless it is an int from 0 that int64 holds."""
+    if size(of, "seed", seed, 0) >= 1 << 63:
+        raise ValueError(f"{of}: seed must be below 2**63, got {seed}")
+    return seed
 
 
 def pattern_blocks(
@@ -71,11 +78,14 @@ def pattern_blocks(
         raise ValueError(f"{of}: pattern must be one of {known}, got {pattern}; others look at queries and keys")
     for name, value in (("tokens", tokens), ("keys", keys), ("heads", heads), ("block_size", block_size)):
         size(of, name, value)
-    size(of, "seed", seed, 0)
+    checked_seed(of, seed)
     flag(of, "causal", causal)
     sparsity = checked_sparsity(of, sparsity_ratio)
+    where = located(of, "device", device)
+    if where.type == "cuda" and not torch.cuda.is_initialized():
+        present(of, "device", where)
     with torch.inference_mode(False):  # they are kept, and a later call may save them for its backward
-        return _blocks(pattern, tokens, keys, sparsity, heads, block_size, causal, seed, located(of, "device", device))
+        return _blocks(pattern, tokens, keys, sparsity, heads, block_size, causal, seed, where)
 
 
 @kept(32)

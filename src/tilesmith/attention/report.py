@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.ops.attn.mask import Blocks
+from tilesmith.ops.attn.mask import Blocks, Mask, Score
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class SparsityReport:
 
     kept_blocks, seen_blocks: pairs of blocks that are computed, and that dense attention under the same causality
         would compute. retained_mass: share of the dense attention's probability that the kept blocks hold, a mean over
-        queries. flops, dense_flops: of the forward's two products, whole blocks counted.
+        queries, 1 where there are none. flops, dense_flops: of the forward's two products, whole blocks counted.
     """
 
     kept_blocks: int
@@ -37,23 +37,18 @@ class SparsityReport:
 
 
 def sparsity_report(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, seen: int, *, causal: bool, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, seen: int, *, causal: bool, score: Score | None = None
 ) -> SparsityReport:
     """Count the blocks of a call and measure what they hold; the host waits. seen: blocks of one head that are visible.
 
-    Costs two passes over the dense scores, without storing them.
+    Of a query's probability its blocks hold exp(lse over them - lse over all). Costs a forward of dense attention.
     """
     batch, heads, _, dim = q.shape
     with torch.no_grad():
-        top, total = ops.attention_stats(q, k, scale, causal)
-        held = ops.block_mass(
-            q, k, top + total.log(), blocks.offsets, blocks.indices, scale, causal, blocks.block_q, blocks.block_k
-        )
-        rows = torch.full((held.shape[2],), float(blocks.block_q), dtype=torch.float32, device=q.device)
-        rows[-1] = q.shape[2] - (held.shape[2] - 1) * blocks.block_q
-        mass = float((held.sum(-1) * (rows / q.shape[2])).sum(-1).mean())
+        held, every = (ops.attention(q, k, v, Mask(causal=causal, blocks=lists), score)[1] for lists in (blocks, None))
+        mass = float((held - every).exp().mean()) if every.numel() else 1.0
         listed = int((blocks.offsets[..., -1] - blocks.offsets[..., 0]).sum())
-    each = batch * heads // (blocks.offsets.shape[0] * blocks.offsets.shape[1])
+    lists = blocks.offsets.shape[0] * blocks.offsets.shape[1]
     products = 2 * blocks.block_q * blocks.block_k * (dim + v.shape[3])
-    kept, every = listed * each, seen * batch * heads
-    return SparsityReport(kept, every, mass, kept * products, every * products)
+    kept_blocks, seen_blocks = listed * (batch * heads) // max(lists, 1), seen * batch * heads
+    return SparsityReport(kept_blocks, seen_blocks, mass, kept_blocks * products, seen_blocks * products)

@@ -12,7 +12,7 @@ from tilesmith.ops.attn.checks import check_shapes
 from tilesmith.ops.attn.mask import Blocks, Mask, Score
 
 
-@attributed_to("attention")
+@attributed_to("attention", "Score")
 def selected_block_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int = 128, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,9 @@ from tilesmith.attention.budget import BLOCK_SIZES, Budget, budget, checked_bloc
 from tilesmith.attention.estimate import chosen_blocks, estimated_shares
 from tilesmith.attention.indexer import BlockIndexer, WithLoss, indexer_loss
 from tilesmith.attention.layers import FlashAttention3
-from tilesmith.attention.patterns import CLOSED, RANKING, SparsePattern, pattern_blocks, refuse_softcap
+from tilesmith.attention.patterns import CLOSED, RANKING, SparsePattern, checked_seed, pattern_blocks, refuse_softcap
 from tilesmith.attention.report import SparsityReport, sparsity_report
+from tilesmith.engine import Choice, explain, torch_private
 from tilesmith.engine.argument_checks import choice, flag, number, size
 from tilesmith.nn import RotaryEmbedding
 from tilesmith.ops.attn.mask import Blocks
@@ -29,10 +30,10 @@ class DynamicSparseAttention(FlashAttention3):
         on average, so that short sequences are sparse, too. Hopper's kernels serve 128.
     top_blocks: blocks that every row of DYNAMIC_THRESHOLD and LEARNED keeps, however long the sequence is, in place of
         the budget that sparsity_ratio gives; blocks have 128 tokens then, unless block_size says otherwise.
-    first, last: blocks at the beginning and, counted from the diagonal, at the end of what a row sees that
+    first, last: blocks at the beginning of the sequence, and blocks up to and with a row's own one, that
         DYNAMIC_THRESHOLD and LEARNED keep whatever their scores are, within the budget.
-    mass: DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention; 1: as many as
-        the budget allows.
+    mass: beside these DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention;
+        1: as many as the budget allows.
     seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None. An argument that the pattern does not use is
         refused unless it has its default.
     index_samples: of a block, how many queries, evenly spaced, measure the attention that is the indexer's target: a
@@ -40,9 +41,10 @@ class DynamicSparseAttention(FlashAttention3):
     index_target, index_loss_weight: the loss that trains LEARNED's indexer, and nothing else: KL from the shares of the
         attention to the indexer's softmax over blocks, over the kept blocks ("selected") or over all ("dense", two
         passes over the dense scores: for the beginning of a training). It is computed in training while gradients are,
-        `index_loss` holds the last one, and its gradient, times the weight, is added in the backward of any loss that
-        uses the output: the training loop needs no extra line for the indexer. With weights that were trained dense,
-        call `indexer.start_from(layer)` after loading them: it then starts from the attention's own projections.
+        `index_loss` holds the last one (None under torch.func), and its gradient, times the weight, is added in the
+        backward of any loss that uses the output: the training loop needs no extra line for the indexer. With weights
+        that were trained dense, call `indexer.start_from(layer)` after loading them: it then starts from the
+        attention's own projections.
     options: the keyword arguments of `FlashAttention3`, without its window.
 
     A block's choice depends on all of its queries, including later ones of the same block: the values that a query sees
@@ -93,7 +95,7 @@ class DynamicSparseAttention(FlashAttention3):
         number(name, "index_loss_weight", index_loss_weight, 0.0)
         size(name, "first", first, 0)
         size(name, "last", last, 1)
-        size(name, "seed", seed, 0)
+        checked_seed(name, seed)
         _refuse_ignored(name, pattern, {
             "index_dim": (index_dim, None, (SparsePattern.LEARNED,)),
             "index_samples": (index_samples, 16, (SparsePattern.LEARNED,)),
@@ -133,7 +135,8 @@ class DynamicSparseAttention(FlashAttention3):
         out, lse = ops.attention(q, k, v, self._mask(dense, blocks=blocks), self.score, dropout_p=self._dropout())
         if trains and scores is not None and keep is not None:
             loss = indexer_loss(scores, self._target(q, k, lse, blocks), self._over(keep, scores))
-            self.index_loss = loss.detach()
+            transformed = not torch.compiler.is_compiling() and torch_private.functorch() is not None
+            self.index_loss = None if transformed else loss.detach()  # which has no value outside of torch.func
             out = WithLoss.apply(out, loss, self.index_loss_weight)
         return self._joined(out)
 
@@ -151,7 +154,16 @@ class DynamicSparseAttention(FlashAttention3):
             q, k, v, _ = self._inputs(x, None, rotary)
             blocks = self._choose(q, k, x, rotary)[0]
             seen = self._budget(q, blocks.block_q).seen
-            return sparsity_report(q, k, v, blocks, seen, causal=self.causal, scale=self.score.scale)
+            return sparsity_report(q, k, v, blocks, seen, causal=self.causal, score=self.score)
+
+    def explain(
+        self, x: Tensor, attention_mask: Tensor | None = None, *, rotary: RotaryEmbedding | None = None
+    ) -> Choice | str:
+        """Which kernel of the attention op serves x with its blocks, and why."""
+        with torch.no_grad():
+            q, k, v, dense = self._inputs(x, attention_mask, rotary)
+            blocks = self._choose(q, k, x, rotary)[0]
+            return explain("attention", q, k, v, self._mask(dense, blocks=blocks), self.score)
 
     def _choose(
         self, q: Tensor, k: Tensor, x: Tensor, rotary: RotaryEmbedding | None

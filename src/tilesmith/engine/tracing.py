@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tilesmith.engine import torch_private
 from tilesmith.engine.registry import DECLARED
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
@@ -54,15 +55,30 @@ def check(context: Any) -> None:
 
 
 def kept(most: int) -> Callable[[_Fn], _Fn]:
-    """`functools.lru_cache` of `most` results for a function of tensors that torch.compile may meet: it traces the
-    function itself, since a graph makes its tensors anew at each call."""
+    """`functools.lru_cache` of `most` results for a function that makes tensors on the device among its arguments.
+
+    Results are kept for the current stream of a CUDA device: on another one they may not be there yet. Nothing is kept
+    or taken where tensors are not what they are elsewhere: torch.compile traces the function itself, since a graph
+    makes its tensors anew at each call; a mode or a transform may make fake or functional ones; and in the capture of a
+    CUDA graph they have no values before it is replayed.
+    """
 
     def keep(fn: _Fn) -> _Fn:
-        known = functools.lru_cache(maxsize=most)(fn)
+        @functools.lru_cache(maxsize=most)
+        def known(stream: int | None, *args: Any) -> Any:
+            return fn(*args)
 
         @functools.wraps(fn)
         def call(*args: Any) -> Any:
-            return fn(*args) if torch.compiler.is_compiling() else known(*args)
+            if torch.compiler.is_compiling() or torch_private.dispatch_modes() or torch_private.functorch() is not None:
+                return fn(*args)
+            device = next((a for a in args if isinstance(a, torch.device) and a.type == "cuda"), None)
+            if device is None:
+                return known(None, *args)
+            if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+                return fn(*args)
+            index = torch_private.current_device() if device.index is None else device.index
+            return known(torch_private.raw_stream(index), *args)
 
         return call
 

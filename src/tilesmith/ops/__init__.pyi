@@ -433,7 +433,8 @@ def block_mass(
         query_stride: a sample of the queries stands for all: each query_stride-th of a block, from its first one on.
             It must divide block_q.
 
-    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed. On a CPU
+    lists that do not ascend or name blocks that are not there raise ValueError.
     """
 
 def block_max_scores(
@@ -536,19 +537,27 @@ def block_scores_vjp(
     """
 
 def block_select(
-    scores: Tensor, counts: Tensor, visible: Tensor, mass: float = 1.0, first: int = 0, last: int = 0
+    scores: Tensor,
+    counts: Tensor,
+    visible: Tensor,
+    mass: float = 1.0,
+    first: int = 0,
+    last: int = 0,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """The blocks of keys that each block of queries keeps: bool [B, L, R, C], contiguous.
 
     Of the first visible[r] columns a row keeps the counts[r] best: its `last` last ones (from the diagonal backward),
     then its `first` first ones, then by score, the leftmost of equal ones. With mass < 1 scores must be shares, none
-    below 0: the row then stops as soon as what it keeps adds up to `mass` of what it sees.
+    below 0: behind its `last` and `first` ones the row then stops as soon as what it keeps adds up to `mass` of what it
+    sees.
 
     Args:
         scores: [B, L, R, C], fp64, fp32, fp16 or bf16; NaN counts as -inf.
         counts, visible: int32 [R]; numbers beyond the columns count as all of them.
         mass: in (0, 1].
         first, last: how many blocks are kept whatever their scores are.
+        ends: int32 [R], the column behind the diagonal, from which `last` counts backward; visible if None.
 
     Not differentiable. Raises ValueError or TypeError, naming the argument, for what does not fit.
     """

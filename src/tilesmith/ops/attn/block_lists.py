@@ -31,27 +31,30 @@ def check_lists(
 ) -> None:
     """Raise ValueError for lists that contradict the tokens, of queries and of keys. On a CPU only."""
     if offsets is not None and indices is not None:
-        _check_contents(offsets, indices, cdiv(tokens[1], block_k))
+        check_contents(offsets, indices, cdiv(tokens[1], block_k))
     if offsets_t is not None and indices_t is not None:
-        _check_contents(offsets_t, indices_t, cdiv(tokens[0], block_q), "_t")
+        check_contents(offsets_t, indices_t, cdiv(tokens[0], block_q), "_t")
 
 
-def _check_contents(offsets: Tensor, indices: Tensor, columns: int, side: str = "") -> None:
-    """Raise ValueError for lists that do not ascend or name blocks that are not there, where the host can read them.
-    side: what the names of the arguments end with. A kernel would count a block that a row names twice twice."""
+def check_contents(
+    offsets: Tensor, indices: Tensor, columns: int, side: str = "", of: str = "attention", name: str = "block_"
+) -> None:
+    """Raise ValueError for lists that do not ascend or name blocks that are not there, where the host can read them. A
+    kernel would count a block that a row names twice twice. of: the op; name, side: what the names of its arguments
+    begin and end with."""
     if not offsets.numel() or not (readable(offsets) and readable(indices)):
         return
     ends, count = offsets.flatten(), indices.numel()
     if int(ends[0]) != 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) > count:
         raise ValueError(
-            f"attention: block_offsets{side} must ascend from 0 to at most {count}, the length of "
-            f"block_indices{side}, got {ends[:8].tolist()}; make the lists by Blocks.of"
+            f"{of}: {name}offsets{side} must ascend from 0 to at most {count}, the length of "
+            f"{name}indices{side}, got {ends[:8].tolist()}; make the lists by Blocks.of"
         )
     named = indices[: int(ends[-1])]
     wrong = named[(named < 0) | (named >= columns)]
     if wrong.numel():
         raise ValueError(
-            f"attention: block_indices{side} holds {int(wrong[0])}; there are {columns} blocks, so it must be 0 to "
+            f"{of}: {name}indices{side} holds {int(wrong[0])}; there are {columns} blocks, so it must be 0 to "
             f"{columns - 1}; make the lists by Blocks.of"
         )
     begins = torch.zeros(len(named) + 1, dtype=torch.bool)
@@ -60,7 +63,7 @@ def _check_contents(offsets: Tensor, indices: Tensor, columns: int, side: str = 
     if falls.numel():
         place = int(falls[0])
         raise ValueError(
-            f"attention: block_indices{side} must ascend in each row, no block twice, and one holds "
+            f"{of}: {name}indices{side} must ascend in each row, no block twice, and one holds "
             f"{int(named[place + 1])} after {int(named[place])}; make the lists by Blocks.of"
         )
 

@@ -4,6 +4,7 @@ Legend: R = ceil(T / block) blocks of queries (rows), C = ceil(S / block) blocks
 """
 
 import math
+import operator
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class RowBudget(NamedTuple):
 
 def row_budget(tokens: int, keys: int, block: int, causal: bool, sparsity_ratio: float) -> RowBudget:
     """The budget of `block_pattern`, without a loop over rows."""
-    tokens, keys, block = int(tokens), int(keys), int(block)  # torch.compile(dynamic=True) has symbols for them
+    tokens, keys, block = map(operator.index, (tokens, keys, block))  # torch.compile(dynamic=True) has symbols for them
     rows, columns = -(-tokens // block), -(-keys // block)
     shift = (keys - tokens - 1) // block + 2 if causal else columns
     blind = min(max(1 - shift, 0), rows)

@@ -97,12 +97,14 @@ def _check_shares(
         raise ValueError(f"{op}: causal needs as many keys as queries, got {k.shape[2]} and {q.shape[2]}")
 
 
-def _check_select(scores, counts, visible, mass=1.0, first=0, last=0) -> None:
+def _check_select(scores, counts, visible, mass=1.0, first=0, last=0, ends=None) -> None:
     op = "block_select"
     if scores.ndim != 4:
         raise ValueError(f"{op}: scores must be [batch, lists, rows, columns], got {list(scores.shape)}")
     floating(op, "scores", scores)
-    for name, x in (("counts", counts), ("visible", visible)):
+    for name, x in (("counts", counts), ("visible", visible), ("ends", ends)):
+        if x is None:
+            continue
         if x.dtype != torch.int32:
             raise TypeError(f"{op}: {name} must be int32, got {x.dtype}")
         if tuple(x.shape) != (scores.shape[2],):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.ops.attn.block_lists import check_contents
 from tilesmith.ops.attn.reference import scale_of
 from tilesmith.ops.attn.visibility import visibility
 
@@ -143,7 +144,8 @@ def block_mass(
         query_stride: a sample of the queries stands for all: each query_stride-th of a block, from its first one on.
             It must divide block_q.
 
-    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed.
+    Returns [B, G, R, C] fp32 (fp64 for fp64), contiguous. Gradients are those of this reference, recomputed. On a CPU
+    lists that do not ascend or name blocks that are not there raise ValueError.
     """
     batch, heads, tokens, _ = q.shape
     keys, kv_heads = k.shape[2], k.shape[1]
@@ -151,7 +153,8 @@ def block_mass(
     lse = lse.to(acc).unsqueeze(-1)
     pairs = _scores(q, k, scale, causal)
     p = torch.where(lse > float("-inf"), torch.exp(pairs - torch.where(lse > float("-inf"), lse, 0.0)), 0.0)
-    if offsets is not None:
+    if offsets is not None and indices is not None:
+        check_contents(offsets, indices, -(-keys // block_k), of="block_mass", name="")
         lists = {"block_offsets": offsets, "block_indices": indices, "block_q": block_q, "block_k": block_k}
         p = torch.where(visibility(batch, heads, tokens, keys, q.device, **lists)[2], p, 0.0)
     p, block_q, tokens = p[:, :, ::query_stride], block_q // query_stride, -(-tokens // query_stride)
@@ -208,19 +211,27 @@ def block_shares(
 
 
 def block_select(
-    scores: Tensor, counts: Tensor, visible: Tensor, mass: float = 1.0, first: int = 0, last: int = 0
+    scores: Tensor,
+    counts: Tensor,
+    visible: Tensor,
+    mass: float = 1.0,
+    first: int = 0,
+    last: int = 0,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """The blocks of keys that each block of queries keeps: bool [B, L, R, C], contiguous.
 
     Of the first visible[r] columns a row keeps the counts[r] best: its `last` last ones (from the diagonal backward),
     then its `first` first ones, then by score, the leftmost of equal ones. With mass < 1 scores must be shares, none
-    below 0: the row then stops as soon as what it keeps adds up to `mass` of what it sees.
+    below 0: behind its `last` and `first` ones the row then stops as soon as what it keeps adds up to `mass` of what it
+    sees.
 
     Args:
         scores: [B, L, R, C], fp64, fp32, fp16 or bf16; NaN counts as -inf.
         counts, visible: int32 [R]; numbers beyond the columns count as all of them.
         mass: in (0, 1].
         first, last: how many blocks are kept whatever their scores are.
+        ends: int32 [R], the column behind the diagonal, from which `last` counts backward; visible if None.
 
     Not differentiable. Raises ValueError or TypeError, naming the argument, for what does not fit.
     """
@@ -230,8 +241,10 @@ def block_select(
     candidate = column < seen
     acc = _acc(scores)
     value = torch.where(scores.isnan() | ~candidate, float("-inf"), scores.to(acc))
-    behind = seen - 1 - column  # blocks between the diagonal and this one
-    forced = torch.where(behind < last, 2 * columns - behind, torch.where(column < first, columns - column, 0))
+    end = seen if ends is None else torch.minimum(ends.long().clamp(min=0)[:, None], seen)
+    behind = end - 1 - column  # blocks between the diagonal and this one
+    near = (behind >= 0) & (behind < last)
+    forced = torch.where(near, 2 * columns - behind, torch.where(column < first, columns - column, 0))
     forced = torch.where(candidate, forced, -1).expand_as(value)
     by_score = value.argsort(dim=-1, descending=True, stable=True)
     order = by_score.gather(-1, forced.gather(-1, by_score).argsort(dim=-1, descending=True, stable=True))
@@ -241,7 +254,7 @@ def block_select(
         share = torch.where(value > 0, value, 0.0)
         before = share.gather(-1, order).cumsum(-1).roll(1, -1)
         before[..., :1] = 0.0
-        kept = kept & (before < mass * share.sum(-1, keepdim=True))
+        kept = kept & ((before < mass * share.sum(-1, keepdim=True)) | (forced.gather(-1, order) > 0))
     return torch.zeros(value.shape, dtype=torch.bool, device=value.device).scatter_(-1, order, kept)
 
 

@@ -42,6 +42,11 @@ def _shares(generator: torch.Generator, shape: tuple[int, ...], device: torch.de
     return torch.randn(shape, generator=generator, device=device).mul(2.0).softmax(-1)
 
 
+def _no_shares(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Those of values with a NaN among them, and of none at all."""
+    return torch.full(shape, float("nan"), device=device).index_fill_(2, torch.arange(4, device=device), 0.0)
+
+
 def _tied(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Few different scores, zeros of both signs, NaN and infinities among them."""
     values = torch.tensor([0.0, -0.0, 1.0, 1.0, -2.0, float("nan"), float("inf"), float("-inf")], device=device)
@@ -183,6 +188,12 @@ def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options)
     return {"scores": scores, **numbers, **options}
 
 
+def _all_visible(rows: int, columns: int) -> dict:
+    """Without causality: a row sees all columns, and its own one is the row's number."""
+    ends = T(rows, dtype=torch.int32, init=_ascending)
+    return {"visible": _given(*[columns] * rows), "ends": ends}
+
+
 def _shared_out() -> list[Case]:
     blocks = {"block": 16, "stretches": 8}
     sampled = {"query_stretches": 4, "query_stride": 2}
@@ -250,6 +261,15 @@ CASES: dict[str, list[Case]] = {
         Case("best", _select(2, 2, 9, 9), SMALL),
         Case("forced", _select(1, 2, 12, 12, first=1, last=2), SMALL),
         Case("by_mass", _select(1, 2, 12, 12, init=_shares, visible=_given(*[12] * 12), mass=0.6, last=1), SMALL, FP32),
+        Case("forced_by_mass", _select(1, 2, 12, 12, init=_shares, mass=0.4, first=2, last=3), SMALL, FP32),
+        Case("no_shares", _select(1, 1, 9, 9, init=_no_shares, mass=0.9, first=1, last=1), SMALL),
+        Case("around_the_diagonal", _select(2, 1, 12, 14, **_all_visible(12, 14), first=1, last=2), SMALL),
+        Case(
+            "around_the_diagonal_by_mass",
+            _select(1, 2, 12, 12, init=_shares, **_all_visible(12, 12), mass=0.5, last=1),
+            SMALL,
+            FP32,
+        ),
         Case("tied", _select(1, 1, 20, 20, init=_tied), SMALL),
         Case("none_and_all", _select(1, 1, 3, 5, counts=_given(0, 9, 2), visible=_given(3, 9, 0)), SMALL),
         Case("more_columns", _select(1, 1, 4, 33, visible=_given(30, 31, 32, 33), first=2), SMALL),

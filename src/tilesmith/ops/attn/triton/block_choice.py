@@ -23,7 +23,7 @@ def _middle(low, high):
 
 @triton.jit
 def _block_select_kernel(
-    scores_ptr, counts_ptr, visible_ptr, keep_ptr, strides, lists, rows, columns, mass, first, last,
+    scores_ptr, counts_ptr, visible_ptr, ends_ptr, keep_ptr, strides, lists, rows, columns, mass, first, last,
     BLOCK: tl.constexpr, BY_MASS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row. Scores become integers of the same order; two bisections find the last one that is kept by number and by
@@ -43,14 +43,18 @@ def _block_select_kernel(
     score = tl.where(score == score, score, float("-inf")) + 0.0  # one zero, not two
     bits = score.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & HIGHEST)
-    behind = seen - 1 - column
+    end = seen
+    if ends_ptr is not None:
+        end = tl.minimum(tl.maximum(tl.load(ends_ptr + row), 0), seen)
+    behind = end - 1 - column
+    near = (behind >= 0) & (behind < last)
     # what is kept whatever its score lies above infinity: NaN's integers are free
     key = tl.where(column < first, HIGHEST - BLOCK - column, key)
-    key = tl.where(behind < last, HIGHEST - behind, key)
+    key = tl.where(near, HIGHEST - behind, key)
     key = tl.where(column < seen, key, LOWEST)
     # between the smallest score and the largest one of those that are not kept in any case
     low = tl.min(tl.where(column < seen, key, HIGHEST))
-    free = (column >= first) & (behind >= last) & (column < seen)
+    free = (column >= first) & (near == 0) & (column < seen)
     high = tl.max(tl.where(free, key, LOWEST))
     high = tl.where(wanted > seen - tl.sum(free.to(tl.int32)), high, HIGHEST)
     while low < high:
@@ -76,7 +80,7 @@ def _block_select_kernel(
         equal = key == low
         own = tl.where(equal, share, 0.0)
         before = tl.sum(tl.where(above, share, 0.0)) + tl.cumsum(own) - own
-        keep = keep & (above | (equal & (before < target)))
+        keep = keep & (above | (equal & (before < target)) | near | (column < first))
     keep = keep & (wanted > 0)
     tl.store(keep_ptr + tl.program_id(0).to(tl.int64) * columns + column, keep.to(tl.uint8), mask=column < columns)
 
@@ -204,6 +208,7 @@ def block_select(
     mass: float = 1.0,
     first: int = 0,
     last: int = 0,
+    ends: Tensor | None = None,
     *,
     config: Mapping[str, int],
 ) -> Tensor:
@@ -214,8 +219,9 @@ def block_select(
         block = max(16, next_power_of_2(columns))
         launch(
             _block_select_kernel, (batch * lists * rows,),
-            scores, counts.contiguous(), visible.contiguous(), keep.view(torch.uint8), scores.stride(), lists, rows,
-            columns, mass, min(first, columns), min(last, columns), BLOCK=block, BY_MASS=mass < 1.0,
+            scores, counts.contiguous(), visible.contiguous(), None if ends is None else ends.contiguous(),
+            keep.view(torch.uint8), scores.stride(), lists, rows, columns, mass, min(first, columns),
+            min(last, columns), BLOCK=block, BY_MASS=mass < 1.0,
             num_warps=1 if block <= 256 else config["num_warps"], **chained(scores.device),
         )  # fmt: skip
     return keep
