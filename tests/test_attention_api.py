@@ -16,8 +16,10 @@ from tilesmith.attention import (
     create_attention,
     create_sparse_attention,
     from_block_mask,
+    layers,
     pattern_blocks,
     selected_block_attention,
+    sparse,
     to_block_mask,
 )
 from tilesmith.nn import Attention, RotaryEmbedding
@@ -152,6 +154,16 @@ def test_the_exact_layer_is_that_of_nn():
     torch.testing.assert_close(ours(x, mask)[0, :12], ours(x[:1, :12])[0])
     assert "attention" in str(ours.explain(x))
     FlashAttention3(32, 4, causal=False)(x).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [FlashAttention3, DynamicSparseAttention])
+def test_what_is_explained_is_the_call_that_is_made(kind, monkeypatch):
+    layer, seen = kind(32, 4, dropout=0.25), []
+    for module in (layers, sparse):
+        monkeypatch.setattr(module, "explain", lambda *args, **given: seen.append(given["dropout_p"]))
+    for training in (True, False):
+        layer.train(training).explain(torch.randn(1, 64, 32))
+    assert seen == [0.25, 0.0]
 
 
 def _equal(mask, block_mask, tokens, keys, heads):

@@ -72,7 +72,7 @@ class FlashAttention3(Attention):
     ) -> Choice | str:
         """Which kernel of the attention op serves the exact attention of x, and why."""
         q, k, v, dense = self._inputs(x, attention_mask, rotary)
-        return explain("attention", q, k, v, self._mask(dense), self.score)
+        return explain("attention", q, k, v, self._mask(dense), self.score, dropout_p=self._dropout())
 
     def _inputs(
         self, x: Tensor, attention_mask: Tensor | None, rotary: RotaryEmbedding | None

@@ -163,7 +163,8 @@ class DynamicSparseAttention(FlashAttention3):
         with torch.no_grad():
             q, k, v, dense = self._inputs(x, attention_mask, rotary)
             blocks = self._choose(q, k, x, rotary)[0]
-            return explain("attention", q, k, v, self._mask(dense, blocks=blocks), self.score)
+            mask = self._mask(dense, blocks=blocks)
+            return explain("attention", q, k, v, mask, self.score, dropout_p=self._dropout())
 
     def _choose(
         self, q: Tensor, k: Tensor, x: Tensor, rotary: RotaryEmbedding | None

@@ -19,6 +19,7 @@ _FAMILIES = {
         "block_shares",
     ),
     "tilesmith.ops.attn.op": ("attention", "attention_vjp", "merge_attention", "Mask", "Score"),
+    "tilesmith.ops.attn.mask": ("Blocks",),
     "tilesmith.ops.attn.dequantize_op": ("attention_dequantize", "attention_fp8_gradients"),
     "tilesmith.ops.attn.expand_op": ("expand_kv", "expand_kv_vjp"),
     "tilesmith.ops.attn.cache_op": ("kv_cache_append",),

@@ -16,6 +16,7 @@ from tilesmith.ops.aliases import fused_linear_forward as fused_linear_forward
 from tilesmith.ops.aliases import memory_efficient_attention as memory_efficient_attention
 from tilesmith.ops.aliases import rmsnorm as rmsnorm
 from tilesmith.ops.attn.fp8_op import attention_fp8 as attention_fp8
+from tilesmith.ops.attn.mask import Blocks as Blocks
 from tilesmith.ops.attn.op import Mask as Mask
 from tilesmith.ops.attn.op import Score as Score
 from tilesmith.ops.attn.op import attention as attention
