@@ -100,8 +100,11 @@ def _key_of(kernel, args, named, cluster):
 
 def _launched(op, kernels, args, launch=lambda *given: None):
     """Name of op -> key of each launch of a real call and its backward -> the kernel's name. launch: what is done in
-    place of each, given the op's name, too."""
+    place of each, given the op's name, too. The call's tensors are on a CPU, which stands for a GPU."""
+    from tilesmith.device.triton import column_sums
+
     found, names = {op.name: {}, op.vjp.name: {}}, [op.name]
+    starts_early = column_sums.starts_early
 
     def note(kernel, grid, args, named, cluster):
         launch(names[-1], kernel, grid, args, named)
@@ -112,6 +115,7 @@ def _launched(op, kernels, args, launch=lambda *given: None):
         tap.open()
         inner = tap.op._ready
         tap.op._ready = lambda args, pin, tap=tap, inner=inner: names.append(tap.op.name) or inner(args, pin)
+    column_sums.starts_early = lambda device: starts_early(torch.device("meta"))
     try:
         with assuming(SM90), in_place_of_launches(note, ANY_THREAD):
             outs = op(*args)
@@ -119,6 +123,7 @@ def _launched(op, kernels, args, launch=lambda *given: None):
             used = [o for o in outs if o.ndim == outs[0].ndim]
             torch.autograd.backward(used, [torch.ones_like(o) for o in used])
     finally:
+        column_sums.starts_early = starts_early
         for tap in taps:
             tap.close()
     return found
