@@ -337,7 +337,7 @@ def test_the_explanation_is_of_the_call_with_its_blocks(pattern, monkeypatch):
     from tilesmith.attention import sparse
 
     layer, x, asked = create_sparse_attention(16, 2, 0.5, pattern, block_size=16), torch.randn(1, 90, 16), []
-    monkeypatch.setattr(sparse, "explain", lambda *args: asked.append(args))
+    monkeypatch.setattr(sparse, "explain", lambda *args, dropout_p: asked.append(args))
     layer.explain(x)
     assert torch.equal(asked[0][4].blocks.indices, layer.blocks(x).indices) and asked[0][4].causal
 
