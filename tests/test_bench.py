@@ -14,7 +14,7 @@ import torch
 
 from clock import Clock
 from tilesmith import runtime
-from tilesmith.bench import host, peers, run, tables
+from tilesmith.bench import host, peers, ranks, run, tables
 from tilesmith.bench.missing import Missing, absent, only
 from tilesmith.engine import Case, T, cases, timing
 from tilesmith.engine.timing import Timing, host_time, interleave, launches, measure, peak_memory
@@ -428,3 +428,15 @@ def test_a_difference_that_is_no_number_is_none():
     assert run.difference(2 * one, one) == 1.0
     assert run.difference(one, nan) is run.difference(nan, one) is run.difference(one, zero) is None
     assert run.difference(one / 0, one) is None
+
+
+def test_a_round_before_the_first_counts_only_for_long_steps(monkeypatch):
+    took = {"short": 0.1, "far behind": 0.2, "longest": 2.5}
+    steps = {name: ranks.Step(lambda: None) for name in took}
+    asked = []
+    monkeypatch.setattr(ranks, "seconds", lambda step, device: asked.append(step) or took[names[id(step)]])
+    names = {id(step): name for name, step in steps.items()}
+    found = ranks.rounds({f"{ranks.ALONE}: {name}": step for name, step in steps.items()}, torch.device("cpu"), 5)
+    assert [len(times) for times in found.values()] == [5, 5, 3]
+    assert [asked.count(step) for step in steps.values()] == [6, 6, 3]
+    assert [len(times) for times in ranks.rounds(steps, torch.device("cpu"), 5).values()] == [5, 2, 2]

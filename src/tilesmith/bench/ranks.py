@@ -123,9 +123,10 @@ def rounds(steps: dict[str, Step], device: torch.device, count: int) -> dict[str
         done = {name: statistics.median(t) for name, t in times.items() if t}
         best = min((median for name, median in done.items() if not name.startswith(ALONE)), default=0.0)
         for name in names[which % len(names) :] + names[: which % len(names)] if names else []:
-            if which >= 2 and not name.startswith(ALONE) and done[name] > KEEP * best:
+            timed = len(times[name])
+            if timed == count or (timed >= 3 and done[name] > LONG):
                 continue
-            if which >= 3 and done[name] > LONG:
+            if timed >= 2 and not name.startswith(ALONE) and done[name] > KEEP * best:
                 continue
             took = seconds(steps[name], device)
             if which >= 0 or took > SINGLE:
