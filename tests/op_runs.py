@@ -1,5 +1,7 @@
 """What the harness of ops runs: ops, the kernels that run here, small arguments, gradients that come in."""
 
+import contextlib
+
 import torch
 
 from tilesmith.engine import cases, ops
@@ -29,9 +31,20 @@ def first_case(name):
     return found[0] if found else None
 
 
-def arguments_of(name, dtype=torch.float32):
-    op, case = ops()[name], first_case(name)
+def arguments_of(name, dtype=torch.float32, case=None):
+    """An op and the arguments of a case, its first one by default."""
+    op, case = ops()[name], case or first_case(name)
     return op, op.bind((), case.build(DEVICE, dtype, case.generator()))
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Inside, PyTorch's own operators, of which references consist, give the same bits each time where they can."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def backward_call_of(op, args):

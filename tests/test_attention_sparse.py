@@ -28,6 +28,7 @@ from tilesmith.attention.budget import budget
 from tilesmith.attention.estimate import chosen_blocks
 from tilesmith.attention.indexer import indexer_loss
 from tilesmith.attention.patterns import CLOSED
+from tilesmith.attention.report import sparsity_report
 from tilesmith.engine.backends import interpreting
 from tilesmith.nn import RotaryEmbedding
 from tilesmith.ops.attn.mask import Mask
@@ -218,6 +219,14 @@ def test_reports_count(pattern):
     q, k = (p(x).unflatten(2, (2, 8)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj))
     dense = (q @ k.mT / 8**0.5).masked_fill(~Mask(causal=True).materialize(1000, 1000), float("-inf")).softmax(-1)
     assert report.retained_mass == pytest.approx(float((dense * seen).sum(-1).mean().detach()), rel=1e-4)
+
+
+def test_a_report_takes_no_score_for_plain_scores():
+    """As the benchmark of quality asks for one."""
+    q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
+    blocks = pattern_blocks(SparsePattern.LOCAL_GLOBAL, 64, 64, 0.5, heads=2, block_size=16)
+    found = [sparsity_report(q, k, v, blocks, 10, causal=True, **given) for given in ({}, {"score": ops.Score()})]
+    assert found[0] == found[1] and 0.0 < found[0].retained_mass < 1.0
 
 
 def test_short_sequences_get_smaller_blocks():

@@ -258,7 +258,8 @@ def test_the_predicted_peak_is_what_a_step_takes(keep):
 def test_scores_that_are_kept_whole_are_predicted_as_squares(tokens, rows):
     model = made("qwen3", optimized=False, layers=4).bfloat16()
     assert model.config._attn_implementation == "eager"
-    plan = fit_sequence(model, tokens, batch=rows, tile_tokens=64)
+    memory = MemoryConfig(max_memory_gb=24.0)
+    plan = fit_sequence(model, tokens, batch=rows, tile_tokens=64, memory=memory)
     ids = torch.randint(3, 120, (rows, tokens))
     model(input_ids=ids, labels=ids).loss.backward()
     model.zero_grad()

@@ -19,6 +19,7 @@ from op_runs import (
     arguments_of,
     backward_call_of,
     cotangents_of,
+    deterministic,
     first_case,
     kernels_of,
     runnable,
@@ -248,7 +249,7 @@ def test_autocast_changes_nothing_but_the_inputs(name):
             a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in op._autocast(args)
         )
     for backend in kernels_of(op):
-        with use(**pins_of(op, backend)):
+        with use(**pins_of(op, backend)), deterministic():
             try:
                 want = outputs_and_gradients(op, lowered)
             except NotImplementedError:
@@ -547,11 +548,8 @@ def test_deterministic_gradients_are_the_same_a_thousand_times(name, case, dtype
 @pytest.mark.parametrize("name", NAMES)
 def test_two_runs_are_bitwise_equal(name):
     op, args = arguments_of(name)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic():
         first, second = outputs_and_gradients(op, args), outputs_and_gradients(op, args)
-    finally:
-        torch.use_deterministic_algorithms(False)
     for n in first:
         assert torch.equal(*(x[n].double().nan_to_num(nan=3.0) for x in (first, second))), n
 
@@ -604,7 +602,12 @@ def test_an_unknown_kernel_is_refused_by_name(name):
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_captures_in_a_cuda_graph(name):
-    op, args = arguments_of(name, torch.bfloat16)
+    op = ops()[name]
+    small = [None, *(c for c in cases(name) if "test" in c.tags and torch.bfloat16 in c.dtypes)]
+    built = (arguments_of(name, torch.bfloat16, case)[1] for case in small)
+    # what a kernel serves, if anything: references may read values
+    served = (args for args in built if op.explain(*args).kernel.backend != "reference")
+    args = next(served, arguments_of(name, torch.bfloat16)[1])
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     with torch.no_grad():
         expected = op(*(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, plain)))

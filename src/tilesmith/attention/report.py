@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.ops.attn.mask import Blocks, Mask, Score
+from tilesmith.ops.attn.op import SCALED
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class SparsityReport:
 
 
 def sparsity_report(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, seen: int, *, causal: bool, score: Score | None = None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, seen: int, *, causal: bool, score: Score = SCALED
 ) -> SparsityReport:
     """Count the blocks of a call and measure what they hold; the host waits. seen: blocks of one head that are visible.
 

@@ -78,6 +78,16 @@ def arch_of(device: torch.device | str) -> Arch:
     return _probe(device.type, device.index or 0)
 
 
+def device_of(arch: Arch) -> torch.device | None:
+    """The GPU of this machine that `arch` was read off, so that its driver can be asked; None for an Arch from the
+    table."""
+    if arch.kind == "cuda" and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            if _probe("cuda", index) is arch:
+                return torch.device("cuda", index)
+    return None
+
+
 @lru_cache(maxsize=64)
 def arch_named(name: str) -> Arch:
     """The Arch of `name` from the table alone, for a device that this machine does not have. Raises ValueError for an

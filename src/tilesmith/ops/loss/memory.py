@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.memory import FEWEST_ROWS, GB, TILED, Need, active, computed_in, held, workspaces
+from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 from tilesmith.ops.loss.chunk_sizes import (
     budget,
@@ -49,7 +50,7 @@ def linear_cross_entropy_need(call) -> Need:
     copies += 0 if pitch == classes else pitch * weight.shape[1] * dtype.itemsize
     fixed = workspaces(x.device) + copies + 6 * acc.itemsize * tokens + 3 * acc.itemsize * classes
     row = pitch * dtype.itemsize
-    if dtype == torch.bfloat16 and x.device.type == "cuda":
+    if dtype == torch.bfloat16 and arch_of(x.device).kind == "cuda":
         row += -(-classes // 256) * acc.itemsize
     wanted = _wanted(call.grad_mask, x, weight, call.bias)
     swept, block = _swept(x, dtype, acc, classes, call.softcap)
