@@ -22,6 +22,7 @@ from tilesmith.distributed import (
     Layout,
     ProcessGroupRing,
     RingError,
+    SharedSequence,
     context_parallel_attention,
     explain_context_parallel,
     ring_of,
@@ -266,6 +267,40 @@ def check_layers(mesh):
     with pytest.raises(ValueError, match=f"is 3, but torch.distributed has {size} ranks; give device_mesh"):
         ContextParallelAttention(16, 4, 3)
     assert ContextParallelAttention(16, 4, 1).ring.size == 1
+
+
+def check_layers_in_mode_hybrid(mesh):
+    """Layers and shared sequences read from a mesh of two dims how many ranks exchange heads, and need one."""
+    from tilesmith.attention.context_parallel import ContextParallelAttention
+    from tilesmith.attention.ring import RingAttentionLayer
+
+    rank, size = mesh.get_rank(), mesh.size()
+    for make in (
+        lambda group: ContextParallelAttention(16, 4, size, group, mode="hybrid", causal=True),
+        lambda group: RingAttentionLayer(16, 4, device="cpu", group=group, mode="hybrid", causal=True),
+        lambda group: SharedSequence(16, group, mode="hybrid"),
+    ):
+        with pytest.raises(ValueError, match="mode 'hybrid' needs a DeviceMesh of two dims"):
+            make(mesh)
+    with pytest.raises(TypeError, match="group must be a process group"):
+        RingAttentionLayer(16, 4, group="ranks")
+    if size < 4:
+        return
+    two = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "sp"))
+    layout, x = Layout.zigzag(16, size), torch.randn(2, 16, 16)
+    alone = RingAttentionLayer(16, 4, causal=True, device="cpu")
+    expected = layout.shard(alone(x), rank)
+    for layer in (
+        ContextParallelAttention(16, 4, size, two, mode="hybrid", causal=True),
+        RingAttentionLayer(16, 4, device="cpu", group=two, mode="hybrid", causal=True),
+    ):
+        layer.load_state_dict(alone.state_dict())
+        torch.testing.assert_close(layer(layout.shard(x, rank)), expected)
+    q, k, v = inputs(16)
+    out, _ = ops.attention(q, k, v, ops.Mask(causal=True))
+    sequence = SharedSequence(16, two, mode="hybrid")
+    found = sequence.attend(*(layout.shard(y, rank, 2) for y in (q, k, v)), ops.Mask(causal=True), ops.Score(), 0.0)
+    torch.testing.assert_close(found, layout.shard(out, rank, 2))
 
 
 def check_disagreement(mesh):

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, context_parallel_attention, ring_of
-from tilesmith.distributed.attention import Group
+from tilesmith.distributed.attention import Group, degree_of
 from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.prepared import MODES
 from tilesmith.engine.argument_checks import choice, divides, flag, present, size, tensor
+from tilesmith.engine.arguments import shown
 
 
 class RingAttentionLayer(nn.Module):
@@ -21,9 +22,9 @@ class RingAttentionLayer(nn.Module):
     d_model features in num_heads heads. max_sequence_length: of the whole sequence; a longer one is refused. device: of
     the parameters, the first GPU if None and there is one. group: a process group, DeviceMesh or Ring of
     torch.distributed whose ranks hold the sequence by tokens (`tilesmith.distributed.Layout.zigzag` if `causal`, else
-    contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`. causal: no key after a
-    query is seen. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide
-    d_model, for another mode and for a device that is not here.
+    contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`; "hybrid" needs a
+    DeviceMesh of two dims. causal: no key after a query is seen. Nothing is dropped and no positions are added. Raises
+    ValueError where num_heads does not divide d_model, for another mode and for a device that is not here.
     """
 
     def __init__(
@@ -49,6 +50,9 @@ class RingAttentionLayer(nn.Module):
         flag("RingAttentionLayer", "bias", bias)
         self.d_model, self.num_heads, self.max_sequence_length = d_model, num_heads, max_sequence_length
         self.group, self.mode, self.causal = group, mode, causal
+        if group is not None:
+            ring_of(group)  # refuses what is no group
+        self.degree = None if group is None else degree_of("RingAttentionLayer", mode, group)
         if device is not None:
             device = present("RingAttentionLayer", "device", device, meta=True)
         elif torch.cuda.is_available():
@@ -75,7 +79,8 @@ class RingAttentionLayer(nn.Module):
             out, _ = ops.attention(q, k, v, mask, score)
         else:
             named = "zigzag" if self.causal else "contiguous"
-            out, _ = context_parallel_attention(q, k, v, ring, mask, score, mode=self.mode, layout=layout or named)
+            how = {"mode": self.mode, "degree": self.degree, "layout": layout or named}
+            out, _ = context_parallel_attention(q, k, v, ring, mask, score, **how)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _taken(
@@ -87,6 +92,13 @@ class RingAttentionLayer(nn.Module):
             raise ValueError(
                 f"RingAttentionLayer: hidden_states must be [batch, tokens, {self.d_model}], got "
                 f"{list(hidden_states.shape)}"
+            )
+        if layout is not None and not isinstance(layout, Layout):
+            raise TypeError(f"RingAttentionLayer: layout must be a Layout or None, got {shown(layout)}")
+        if layout is not None and self.group is None:
+            raise ValueError(
+                "RingAttentionLayer: layout says which tokens a rank holds, but the layer has no group; leave it out "
+                "or make the layer with group=..."
             )
         local = hidden_states.shape[1]
         tokens = layout.tokens if layout is not None else local * ranks
