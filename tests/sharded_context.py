@@ -213,6 +213,33 @@ def check_checkpointing_and_compile(mesh):
         torch.testing.assert_close(torch.autograd.grad(run(*mine), weight)[0], expected)
 
 
+def check_compiled_layers(mesh):
+    """torch.compile of what surrounds a layer: graphs before it, of what follows its attention, and behind it."""
+    from tilesmith.attention.context_parallel import ContextParallelAttention
+    from tilesmith.attention.ring import RingAttentionLayer
+
+    x, graphs = torch.randn(1, 8, 16), []
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in (
+        RingAttentionLayer(16, 4, device="cpu", group=mesh, causal=True),
+        ContextParallelAttention(16, 4, mesh.size(), mesh, causal=True),
+        ContextParallelAttention(16, 4, 2, ["cpu"] * 2, causal=True),
+    ):
+        torch._dynamo.reset()
+        graphs.clear()
+
+        def block(x, layer=layer):
+            return layer(x * 2) * 3
+
+        found = torch.compile(block, backend=counted)(x)
+        torch.testing.assert_close(found, block(x))
+        assert len(graphs) == 3
+
+
 def check_full_sharding(mesh):
     """A layer under FSDP2: the mean over ranks of gradients is that of one process."""
     from torch.distributed.fsdp import fully_shard

@@ -80,6 +80,13 @@ class ContextParallelAttention(nn.Module):
         the ranks' shares are padded; N times the ranks if None, which is refused for as many tokens as `shard` has
         padded.
         """
+        out = self._shared(hidden_states, attention_mask, tokens)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    @torch.compiler.disable(reason="ranks compare their calls and exchange tokens")
+    def _shared(self, hidden_states: Tensor, attention_mask: Tensor | None, tokens: int | None) -> Tensor:
+        """Attention of what `forward` is given. torch.compile ends a graph here, before checks of which other ranks
+        hear."""
         with refusals_told(self.ring, "ContextParallelAttention"):
             q, k, v, layout, mask, score = self._taken(hidden_states, attention_mask, tokens)
         named = {"mode": self.mode, "layout": layout, "degree": self.degree}
@@ -88,10 +95,8 @@ class ContextParallelAttention(nn.Module):
                 [layout.shard(x, r, 2).to(device) for r, device in enumerate(self.ring.devices)] for x in (q, k, v)
             ]
             outs, _ = context_parallel_attention(*shards, self.ring, mask, score, **named)
-            out = layout.unshard([x.to(q.device) for x in outs], 2)
-        else:
-            out, _ = context_parallel_attention(q, k, v, self.ring, mask, score, **named)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+            return layout.unshard([x.to(q.device) for x in outs], 2)
+        return context_parallel_attention(q, k, v, self.ring, mask, score, **named)[0]
 
     def _taken(
         self, hidden_states: Tensor, attention_mask: Tensor | None, tokens: int | None

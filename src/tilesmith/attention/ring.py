@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor, nn
 
@@ -72,16 +70,22 @@ class RingAttentionLayer(nn.Module):
         attend to nothing gets 0 from the attention. layout: which tokens this rank holds, if not an equal share. Raises
         ValueError for a sequence over max_sequence_length, and for other masks; on all ranks, where one is refused.
         """
-        ring = None if self.group is None else ring_of(self.group)
-        with contextlib.nullcontext() if ring is None else refusals_told(ring, "RingAttentionLayer"):
-            q, k, v, mask, score = self._taken(hidden_states, attention_mask, layout, 1 if ring is None else ring.size)
-        if ring is None:
+        if self.group is None:
+            q, k, v, mask, score = self._taken(hidden_states, attention_mask, layout, 1)
             out, _ = ops.attention(q, k, v, mask, score)
         else:
-            named = "zigzag" if self.causal else "contiguous"
-            how = {"mode": self.mode, "degree": self.degree, "layout": layout or named}
-            out, _ = context_parallel_attention(q, k, v, ring, mask, score, **how)
+            out = self._shared(hidden_states, attention_mask, layout)
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    @torch.compiler.disable(reason="ranks compare their calls and exchange tokens")
+    def _shared(self, hidden_states: Tensor, attention_mask: Tensor | None, layout: Layout | None) -> Tensor:
+        """Attention of this rank's tokens. torch.compile ends a graph here, before checks of which other ranks hear."""
+        ring = ring_of(self.group)
+        with refusals_told(ring, "RingAttentionLayer"):
+            q, k, v, mask, score = self._taken(hidden_states, attention_mask, layout, ring.size)
+        named = "zigzag" if self.causal else "contiguous"
+        how = {"mode": self.mode, "degree": self.degree, "layout": layout or named}
+        return context_parallel_attention(q, k, v, ring, mask, score, **how)[0]
 
     def _taken(
         self, hidden_states: Tensor, attention_mask: Tensor | None, layout: Layout | None, ranks: int

@@ -215,6 +215,7 @@ def _mask(
     return KeyMask(shape, torch.device(device), rule.causal, rule.window)
 
 
+@torch.compiler.disable(reason="ranks compare their batches")
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Shard a batch: what the model is called with. Ranks whose batches are not alike hear of it here: a rank that has
     labels would wait for the loss of one that has none."""
@@ -229,7 +230,6 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     return (), found
 
 
-@torch.compiler.disable(reason="ranks compare their batches")
 def _compare(ring: Ring, sharded: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ValueError on all ranks where a rank was given another batch, as loaders of data parallel training do."""
     shapes = {name: list(x.shape) for name, x in sorted(sharded.items()) if isinstance(x, Tensor)}
@@ -280,6 +280,7 @@ def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
+@torch.compiler.disable(reason="ranks sum their losses")
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
     """The loss of the whole batch: its value from all ranks, of whose losses it is the mean (`_labels`), its gradient
     from this one's tokens."""
