@@ -445,6 +445,15 @@ def test_refusals():
     ]:
         with pytest.raises(kind, match=match):
             context_parallel_attention(x, x, x, LocalRing(2), **named)
+    for kind, match, devices in [
+        (ValueError, "devices must be at least 1, got 0", 0),
+        (TypeError, "devices must be an int, got True", True),
+        (ValueError, "devices must name at least one device, got none", []),
+        (TypeError, "must be a list of devices or a number of shards on the CPU, got str 'cpu'", "cpu"),
+        (TypeError, "must be a list of devices or a number of shards on the CPU, got float 2.5", 2.5),
+    ]:
+        with pytest.raises(kind, match=match):
+            LocalRing(devices)
 
 
 @pytest.mark.parametrize("size", [1, 2])
