@@ -456,6 +456,14 @@ def test_refusals():
             LocalRing(devices)
 
 
+@pytest.mark.parametrize("mode", ["auto", "allgather", "ring", "ulysses"])
+def test_a_batch_without_rows(mode):
+    x = [torch.randn(0, 4, 8, 8, requires_grad=True) for _ in range(2)]
+    outs, lses = context_parallel_attention(x, x, x, LocalRing(2), ops.Mask(causal=True), mode=mode)
+    outs[0].sum().backward()
+    assert outs[1].shape == x[0].grad.shape == (0, 4, 8, 8) and lses[1].shape == (0, 4, 8)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_bias_that_wants_a_gradient(size):
     """Is refused, also by one rank, where it got none without a word."""

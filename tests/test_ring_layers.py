@@ -78,6 +78,8 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=match):
             call()
+    with pytest.raises(TypeError, match="attention_mask has dtype torch.complex64; it must be bool, integer or real"):
+        layer(x, torch.ones(2, 6, dtype=torch.complex64))
     with pytest.raises(TypeError, match="layout must be a Layout or None, got str 'zigzag'"):
         layer(x, layout="zigzag")
     with pytest.raises(TypeError, match="device_mesh must be a list of devices or a DeviceMesh"):

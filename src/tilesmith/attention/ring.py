@@ -65,9 +65,9 @@ class RingAttentionLayer(nn.Module):
 
         attention_mask: [B, N] or [B, 1, 1, N], of the keys; or [B|1, H|1, N, S], this rank's queries and the keys of
         the whole sequence in their order. Bool or integers: True, or other than 0, may be attended. Floating: added to
-        the scores; over several ranks [B, N] and [B, 1, 1, N] then hold only 0 and what hides a key (at most half of
-        the dtype's lowest number), and nowhere only 0 and 1, which look like what may be attended. A query that may
-        attend to nothing gets 0 from the attention. layout: which tokens this rank holds, if not an equal share. Raises
+        the scores, but those of the keys must not hold only 0 and 1, which look like what may be attended; over several
+        ranks they hold only 0 and what hides a key (at most half of the dtype's lowest number). A query that may attend
+        to nothing gets 0 from the attention. layout: which tokens this rank holds, if not an equal share. Raises
         ValueError for a sequence over max_sequence_length, and for other masks; on all ranks, where one is refused.
         """
         if self.group is None:
@@ -138,6 +138,8 @@ def attention_terms(
     if attention_mask is None:
         return ops.Mask(causal=causal), ops.Score()
     tensor(name, "attention_mask", attention_mask)
+    if attention_mask.is_complex():
+        raise TypeError(f"{name}: attention_mask has dtype {attention_mask.dtype}; it must be bool, integer or real")
     batch, heads, tokens, _ = q.shape
     if attention_mask.device != q.device:
         raise ValueError(
