@@ -22,6 +22,7 @@ from tilesmith.distributed import (
     Layout,
     ProcessGroupRing,
     RingError,
+    SharedSequence,
     context_parallel_attention,
     explain_context_parallel,
     ring_of,
@@ -212,6 +213,33 @@ def check_checkpointing_and_compile(mesh):
         torch.testing.assert_close(torch.autograd.grad(run(*mine), weight)[0], expected)
 
 
+def check_compiled_layers(mesh):
+    """torch.compile of what surrounds a layer: graphs before it, of what follows its attention, and behind it."""
+    from tilesmith.attention.context_parallel import ContextParallelAttention
+    from tilesmith.attention.ring import RingAttentionLayer
+
+    x, graphs = torch.randn(1, 8, 16), []
+
+    def counted(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in (
+        RingAttentionLayer(16, 4, device="cpu", group=mesh, causal=True),
+        ContextParallelAttention(16, 4, mesh.size(), mesh, causal=True),
+        ContextParallelAttention(16, 4, 2, ["cpu"] * 2, causal=True),
+    ):
+        torch._dynamo.reset()
+        graphs.clear()
+
+        def block(x, layer=layer):
+            return layer(x * 2) * 3
+
+        found = torch.compile(block, backend=counted)(x)
+        torch.testing.assert_close(found, block(x))
+        assert len(graphs) == 3
+
+
 def check_full_sharding(mesh):
     """A layer under FSDP2: the mean over ranks of gradients is that of one process."""
     from torch.distributed.fsdp import fully_shard
@@ -266,6 +294,40 @@ def check_layers(mesh):
     with pytest.raises(ValueError, match=f"is 3, but torch.distributed has {size} ranks; give device_mesh"):
         ContextParallelAttention(16, 4, 3)
     assert ContextParallelAttention(16, 4, 1).ring.size == 1
+
+
+def check_layers_in_mode_hybrid(mesh):
+    """Layers and shared sequences read from a mesh of two dims how many ranks exchange heads, and need one."""
+    from tilesmith.attention.context_parallel import ContextParallelAttention
+    from tilesmith.attention.ring import RingAttentionLayer
+
+    rank, size = mesh.get_rank(), mesh.size()
+    for make in (
+        lambda group: ContextParallelAttention(16, 4, size, group, mode="hybrid", causal=True),
+        lambda group: RingAttentionLayer(16, 4, device="cpu", group=group, mode="hybrid", causal=True),
+        lambda group: SharedSequence(16, group, mode="hybrid"),
+    ):
+        with pytest.raises(ValueError, match="mode 'hybrid' needs a DeviceMesh of two dims"):
+            make(mesh)
+    with pytest.raises(TypeError, match="group must be a process group"):
+        RingAttentionLayer(16, 4, group="ranks")
+    if size < 4:
+        return
+    two = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "sp"))
+    layout, x = Layout.zigzag(16, size), torch.randn(2, 16, 16)
+    alone = RingAttentionLayer(16, 4, causal=True, device="cpu")
+    expected = layout.shard(alone(x), rank)
+    for layer in (
+        ContextParallelAttention(16, 4, size, two, mode="hybrid", causal=True),
+        RingAttentionLayer(16, 4, device="cpu", group=two, mode="hybrid", causal=True),
+    ):
+        layer.load_state_dict(alone.state_dict())
+        torch.testing.assert_close(layer(layout.shard(x, rank)), expected)
+    q, k, v = inputs(16)
+    out, _ = ops.attention(q, k, v, ops.Mask(causal=True))
+    sequence = SharedSequence(16, two, mode="hybrid")
+    found = sequence.attend(*(layout.shard(y, rank, 2) for y in (q, k, v)), ops.Mask(causal=True), ops.Score(), 0.0)
+    torch.testing.assert_close(found, layout.shard(out, rank, 2))
 
 
 def check_disagreement(mesh):

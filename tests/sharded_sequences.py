@@ -179,6 +179,22 @@ def check_copies_of_a_sharded_model(mesh):
     assert model(ids).logits.shape[1] == 12
 
 
+def check_models_in_mode_hybrid(mesh):
+    """A mesh of two dims says how many ranks exchange heads; another one is refused before the model is changed."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import model_sharding, shard_sequence
+
+    model, ids = build("llama"), torch.randint(VOCABULARY, (2, 13))
+    with pytest.raises(ValueError, match="shard_sequence: mode 'hybrid' needs a DeviceMesh of two dims"):
+        shard_sequence(model, mesh, mode="hybrid")
+    assert model_sharding(model) is None
+    expected = model(ids, labels=ids).loss
+    if mesh.size() == 4:
+        two = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "sp"))
+        torch.testing.assert_close(shard_sequence(model, two, mode="hybrid")(ids, labels=ids).loss, expected)
+
+
 def check_positions(mesh):
     """A model that numbers positions in its own way is served with its own, and refused without."""
     transformers = pytest.importorskip("transformers")
@@ -291,7 +307,7 @@ def check_models_that_are_refused(mesh):
         model(input_ids=ids, past_key_values=transformers.DynamicCache())
     with pytest.raises(ValueError, match="gradients must be 'mean' or 'sum'"):
         shard_sequence(build("llama"), mesh, gradients="max")
-    with pytest.raises(TypeError, match="must be a transformers model"):
+    with pytest.raises(TypeError, match="must be a transformers model, got Linear; of a wrapper, such as PEFT's"):
         shard_sequence(torch.nn.Linear(2, 2), mesh)
     bert = shard_sequence(build("bert"), mesh)
     with pytest.raises(ValueError, match="takes no shift_labels"):

@@ -445,6 +445,23 @@ def test_refusals():
     ]:
         with pytest.raises(kind, match=match):
             context_parallel_attention(x, x, x, LocalRing(2), **named)
+    for kind, match, devices in [
+        (ValueError, "devices must be at least 1, got 0", 0),
+        (TypeError, "devices must be an int, got True", True),
+        (ValueError, "devices must name at least one device, got none", []),
+        (TypeError, "must be a list of devices or a number of shards on the CPU, got str 'cpu'", "cpu"),
+        (TypeError, "must be a list of devices or a number of shards on the CPU, got float 2.5", 2.5),
+    ]:
+        with pytest.raises(kind, match=match):
+            LocalRing(devices)
+
+
+@pytest.mark.parametrize("mode", ["auto", "allgather", "ring", "ulysses"])
+def test_a_batch_without_rows(mode):
+    x = [torch.randn(0, 4, 8, 8, requires_grad=True) for _ in range(2)]
+    outs, lses = context_parallel_attention(x, x, x, LocalRing(2), ops.Mask(causal=True), mode=mode)
+    outs[0].sum().backward()
+    assert outs[1].shape == x[0].grad.shape == (0, 4, 8, 8) and lses[1].shape == (0, 4, 8)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -6,7 +6,7 @@ import torch
 from tilesmith import ops
 from tilesmith.attention.context_parallel import ContextParallelAttention, create_context_parallel_attention
 from tilesmith.attention.ring import RingAttentionLayer, create_ring_attention
-from tilesmith.distributed import LocalRing, SharedSequence
+from tilesmith.distributed import Layout, LocalRing, SharedSequence
 from tilesmith.nn import AttentionLayer, Decoder, DecoderConfig
 
 LOWEST = torch.finfo(torch.float64).min
@@ -70,11 +70,18 @@ def test_refusals():
         (lambda: create_ring_attention(32, 4, max_sequence_length=0), "max_sequence_length must be at least 1"),
         (lambda: layer(x[0]), r"hidden_states must be \[batch, tokens, 32\]"),
         (lambda: layer(x, torch.ones(2, 5, dtype=torch.bool)), r"attention_mask must be \[2, 6\]"),
+        (lambda: layer(x, layout=Layout.zigzag(12, 2)), "the layer has no group; leave it out"),
+        (lambda: SharedSequence(9, LocalRing(1), mode="rings"), "mode must be one of 'auto'"),
+        (lambda: SharedSequence(9, LocalRing(1), layout=Layout.zigzag(8, 1)), "layout is of 8 tokens and 1 ranks"),
         (lambda: layer(x, torch.ones(2, 6)), "attention_mask is floating and holds 0 and 1"),
         (lambda: create_context_parallel_attention(32, 4, 3, ["cpu"] * 2), "is 3; device_mesh has 2 devices"),
     ):
         with pytest.raises(ValueError, match=match):
             call()
+    with pytest.raises(TypeError, match="attention_mask has dtype torch.complex64; it must be bool, integer or real"):
+        layer(x, torch.ones(2, 6, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="layout must be a Layout or None, got str 'zigzag'"):
+        layer(x, layout="zigzag")
     with pytest.raises(TypeError, match="device_mesh must be a list of devices or a DeviceMesh"):
         create_context_parallel_attention(32, 4, 2, "cpu")
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilesmith import ops
 from tilesmith.attention.ring import attention_terms
 from tilesmith.distributed import Layout, LocalRing, Ring, context_parallel_attention, ring_of
+from tilesmith.distributed.attention import degree_of
 from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.prepared import MODES
 from tilesmith.engine.argument_checks import choice, divides, flag, size, tensor
@@ -23,10 +24,10 @@ class ContextParallelAttention(nn.Module):
     d_model features in num_heads heads. device_mesh: a list of devices of this process, or a DeviceMesh of
     torch.distributed. None: the ranks of the default process group, if it has that many; one device of this process, if
     context_parallel_size is 1; else, without other ranks, that many GPUs of this process if there are enough, or shards
-    on one device, which computes the same one after another. mode: as of `context_parallel_attention`. causal: no key
-    after a query is seen. Without a process group `forward` takes and returns whole sequences; with one, this rank's
-    tokens (`shard`). Raises ValueError if num_heads does not divide d_model, or if there are not context_parallel_size
-    devices or ranks.
+    on one device, which computes the same one after another. mode: as of `context_parallel_attention`; "hybrid"
+    needs a DeviceMesh of two dims. causal: no key after a query is seen. Without a process group `forward` takes and
+    returns whole sequences; with one, this rank's tokens (`shard`). Raises ValueError if num_heads does not divide
+    d_model, or if there are not context_parallel_size devices or ranks.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ContextParallelAttention(nn.Module):
         self.d_model, self.num_heads, self.context_parallel_size = d_model, num_heads, context_parallel_size
         self.mode, self.causal = mode, causal
         self.ring = _ring(name, context_parallel_size, device_mesh)
+        self.degree = degree_of(name, mode, device_mesh if isinstance(device_mesh, DeviceMesh) else self.ring)
         self._sharded: Layout | None = None  # of the last `shard`
         device = self.ring.devices[0] if isinstance(self.ring, LocalRing) else _device_of(device_mesh)
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias, device, dtype)
@@ -78,18 +80,23 @@ class ContextParallelAttention(nn.Module):
         the ranks' shares are padded; N times the ranks if None, which is refused for as many tokens as `shard` has
         padded.
         """
+        out = self._shared(hidden_states, attention_mask, tokens)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    @torch.compiler.disable(reason="ranks compare their calls and exchange tokens")
+    def _shared(self, hidden_states: Tensor, attention_mask: Tensor | None, tokens: int | None) -> Tensor:
+        """Attention of what `forward` is given. torch.compile ends a graph here, before checks of which other ranks
+        hear."""
         with refusals_told(self.ring, "ContextParallelAttention"):
             q, k, v, layout, mask, score = self._taken(hidden_states, attention_mask, tokens)
-        named = {"mode": self.mode, "layout": layout}
+        named = {"mode": self.mode, "layout": layout, "degree": self.degree}
         if isinstance(self.ring, LocalRing):
             shards = [
                 [layout.shard(x, r, 2).to(device) for r, device in enumerate(self.ring.devices)] for x in (q, k, v)
             ]
             outs, _ = context_parallel_attention(*shards, self.ring, mask, score, **named)
-            out = layout.unshard([x.to(q.device) for x in outs], 2)
-        else:
-            out, _ = context_parallel_attention(q, k, v, self.ring, mask, score, **named)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+            return layout.unshard([x.to(q.device) for x in outs], 2)
+        return context_parallel_attention(q, k, v, self.ring, mask, score, **named)[0]
 
     def _taken(
         self, hidden_states: Tensor, attention_mask: Tensor | None, tokens: int | None

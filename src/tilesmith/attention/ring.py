@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, context_parallel_attention, ring_of
-from tilesmith.distributed.attention import Group
+from tilesmith.distributed.attention import Group, degree_of
 from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.prepared import MODES
 from tilesmith.engine.argument_checks import choice, divides, flag, present, size, tensor
+from tilesmith.engine.arguments import shown
 
 
 class RingAttentionLayer(nn.Module):
@@ -21,9 +20,9 @@ class RingAttentionLayer(nn.Module):
     d_model features in num_heads heads. max_sequence_length: of the whole sequence; a longer one is refused. device: of
     the parameters, the first GPU if None and there is one. group: a process group, DeviceMesh or Ring of
     torch.distributed whose ranks hold the sequence by tokens (`tilesmith.distributed.Layout.zigzag` if `causal`, else
-    contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`. causal: no key after a
-    query is seen. Nothing is dropped and no positions are added. Raises ValueError where num_heads does not divide
-    d_model, for another mode and for a device that is not here.
+    contiguous); None: this process holds all of it. mode: as of `context_parallel_attention`; "hybrid" needs a
+    DeviceMesh of two dims. causal: no key after a query is seen. Nothing is dropped and no positions are added. Raises
+    ValueError where num_heads does not divide d_model, for another mode and for a device that is not here.
     """
 
     def __init__(
@@ -49,6 +48,9 @@ class RingAttentionLayer(nn.Module):
         flag("RingAttentionLayer", "bias", bias)
         self.d_model, self.num_heads, self.max_sequence_length = d_model, num_heads, max_sequence_length
         self.group, self.mode, self.causal = group, mode, causal
+        if group is not None:
+            ring_of(group)  # refuses what is no group
+        self.degree = None if group is None else degree_of("RingAttentionLayer", mode, group)
         if device is not None:
             device = present("RingAttentionLayer", "device", device, meta=True)
         elif torch.cuda.is_available():
@@ -63,20 +65,27 @@ class RingAttentionLayer(nn.Module):
 
         attention_mask: [B, N] or [B, 1, 1, N], of the keys; or [B|1, H|1, N, S], this rank's queries and the keys of
         the whole sequence in their order. Bool or integers: True, or other than 0, may be attended. Floating: added to
-        the scores; over several ranks [B, N] and [B, 1, 1, N] then hold only 0 and what hides a key (at most half of
-        the dtype's lowest number), and nowhere only 0 and 1, which look like what may be attended. A query that may
-        attend to nothing gets 0 from the attention. layout: which tokens this rank holds, if not an equal share. Raises
+        the scores, but those of the keys must not hold only 0 and 1, which look like what may be attended; over several
+        ranks they hold only 0 and what hides a key (at most half of the dtype's lowest number). A query that may attend
+        to nothing gets 0 from the attention. layout: which tokens this rank holds, if not an equal share. Raises
         ValueError for a sequence over max_sequence_length, and for other masks; on all ranks, where one is refused.
         """
-        ring = None if self.group is None else ring_of(self.group)
-        with contextlib.nullcontext() if ring is None else refusals_told(ring, "RingAttentionLayer"):
-            q, k, v, mask, score = self._taken(hidden_states, attention_mask, layout, 1 if ring is None else ring.size)
-        if ring is None:
+        if self.group is None:
+            q, k, v, mask, score = self._taken(hidden_states, attention_mask, layout, 1)
             out, _ = ops.attention(q, k, v, mask, score)
         else:
-            named = "zigzag" if self.causal else "contiguous"
-            out, _ = context_parallel_attention(q, k, v, ring, mask, score, mode=self.mode, layout=layout or named)
+            out = self._shared(hidden_states, attention_mask, layout)
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    @torch.compiler.disable(reason="ranks compare their calls and exchange tokens")
+    def _shared(self, hidden_states: Tensor, attention_mask: Tensor | None, layout: Layout | None) -> Tensor:
+        """Attention of this rank's tokens. torch.compile ends a graph here, before checks of which other ranks hear."""
+        ring = ring_of(self.group)
+        with refusals_told(ring, "RingAttentionLayer"):
+            q, k, v, mask, score = self._taken(hidden_states, attention_mask, layout, ring.size)
+        named = "zigzag" if self.causal else "contiguous"
+        how = {"mode": self.mode, "degree": self.degree, "layout": layout or named}
+        return context_parallel_attention(q, k, v, ring, mask, score, **how)[0]
 
     def _taken(
         self, hidden_states: Tensor, attention_mask: Tensor | None, layout: Layout | None, ranks: int
@@ -87,6 +96,13 @@ class RingAttentionLayer(nn.Module):
             raise ValueError(
                 f"RingAttentionLayer: hidden_states must be [batch, tokens, {self.d_model}], got "
                 f"{list(hidden_states.shape)}"
+            )
+        if layout is not None and not isinstance(layout, Layout):
+            raise TypeError(f"RingAttentionLayer: layout must be a Layout or None, got {shown(layout)}")
+        if layout is not None and self.group is None:
+            raise ValueError(
+                "RingAttentionLayer: layout says which tokens a rank holds, but the layer has no group; leave it out "
+                "or make the layer with group=..."
             )
         local = hidden_states.shape[1]
         tokens = layout.tokens if layout is not None else local * ranks
@@ -122,6 +138,8 @@ def attention_terms(
     if attention_mask is None:
         return ops.Mask(causal=causal), ops.Score()
     tensor(name, "attention_mask", attention_mask)
+    if attention_mask.is_complex():
+        raise TypeError(f"{name}: attention_mask has dtype {attention_mask.dtype}; it must be bool, integer or real")
     batch, heads, tokens, _ = q.shape
     if attention_mask.device != q.device:
         raise ValueError(

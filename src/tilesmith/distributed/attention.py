@@ -82,8 +82,8 @@ def context_parallel_attention(
     ring = ring_of(group, timeout)
     counted, step = getattr(ring, "group", ring), f"{NAME}, forward"
     nth = _CALLS.get(counted, 0)
-    if mode == "hybrid" and degree is None and isinstance(group, DeviceMesh) and group.ndim == 2:
-        degree = group.size(1)
+    if mode == "hybrid" and degree is None:
+        degree = _degree(group)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     asked = Asked(mode, degree, kernel, dropout_p, deterministic, layout, cu_seqlens)
     with refusals_told(ring, step):
@@ -125,6 +125,23 @@ def ring_of(group: Group, timeout: float = LIMIT) -> Ring:
     if timeout not in rings:
         rings[timeout] = ProcessGroupRing(group, timeout)
     return rings[timeout]
+
+
+def degree_of(of: str, mode: str, group: Group) -> int | None:
+    """The `degree` of the calls that a layer of `mode` makes over `group`; None for other modes than "hybrid".
+
+    Raises ValueError for "hybrid" over several ranks that are no DeviceMesh of two dims: a layer takes no degree.
+    """
+    if mode != "hybrid":
+        return None
+    degree = _degree(group)
+    if degree is None and ring_of(group).size > 1:
+        raise ValueError(f"{of}: mode 'hybrid' needs a DeviceMesh of two dims, whose second one shares heads")
+    return degree
+
+
+def _degree(group: Group) -> int | None:
+    return group.size(1) if isinstance(group, DeviceMesh) and group.ndim == 2 else None
 
 
 _SLOPED = tuple(Facts({"gradient of lse": sloped}) for sloped in (False, True))

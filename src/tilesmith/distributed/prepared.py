@@ -212,7 +212,8 @@ def _checked(asked: Asked, size: int) -> dict[str, Any]:
 
 def _problem(shards: Mapping, layout: Layout, starts: tuple[int, ...], mask: ops.Mask) -> cost.Problem:
     q, k, v = next(iter(shards.values()))
-    sizes = q.shape[0], q.shape[1], k.shape[1], (q.shape[3] + v.shape[3] + 1) // 2
+    # a batch without rows is planned as if it had one
+    sizes = max(q.shape[0], 1), q.shape[1], k.shape[1], (q.shape[3] + v.shape[3] + 1) // 2
     return cost.Problem(layout, starts, checks.sight_of(mask), *sizes, q.dtype.itemsize)
 
 

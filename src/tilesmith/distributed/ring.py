@@ -24,6 +24,7 @@ from tilesmith.distributed.schedule import Moves
 from tilesmith.distributed.signature import Signature, Signed
 from tilesmith.distributed.transport import SYMMETRIC, Transport, asked_for, choose, peers_of
 from tilesmith.engine.argument_checks import positive, present
+from tilesmith.engine.argument_checks import size as checked_size
 from tilesmith.engine.arguments import shown
 from tilesmith.engine.torch_private import sleep
 
@@ -71,12 +72,17 @@ class Ring(Protocol):
 class LocalRing:
     """Ranks that all live in this process: one device each, or parts of one.
 
-    devices: where each rank's tensors are.
+    devices: where each rank's tensors are; a number: as many ranks on the CPU. Raises TypeError or ValueError for
+    anything else, and for no ranks.
     """
 
     def __init__(self, devices: Sequence[torch.device | str] | int):
         if isinstance(devices, int):
-            devices = ["cpu"] * devices
+            devices = ["cpu"] * checked_size("LocalRing", "devices", devices)
+        if isinstance(devices, str) or not isinstance(devices, Sequence):
+            raise TypeError(
+                f"LocalRing: devices must be a list of devices or a number of shards on the CPU, got {shown(devices)}"
+            )
         if not devices:
             raise ValueError("LocalRing: devices must name at least one device, got none")
         self.devices = tuple(present("LocalRing", "devices", device, meta=True) for device in devices)

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.distributed.attention import Group, context_parallel_attention, ring_of
+from tilesmith.distributed.attention import Group, context_parallel_attention, degree_of, ring_of
 from tilesmith.distributed.layout import Layout, boundaries
+from tilesmith.distributed.prepared import MODES
+from tilesmith.engine.argument_checks import choice
 
 IGNORED = -100  # a label that is left out
 
@@ -23,10 +25,10 @@ class SharedSequence:
         mine = sequence.shard(labels, -100)
         loss = sequence.mean(decoder(sequence.shard(tokens), mine, sequence=sequence), mine)
 
-    tokens: of the whole sequence. group, mode, timeout: as of `context_parallel_attention`. cu_seqlens [N + 1]: it
-    holds documents, which do not see each other and have positions of their own. layout: which rank holds what; zigzag,
-    or documents by their work, if None. device: of `positions`. positions: of this rank's tokens, int64 [1, T]; 0 for
-    padding.
+    tokens: of the whole sequence. group, mode, timeout: as of `context_parallel_attention`; mode "hybrid" needs a
+    DeviceMesh of two dims. cu_seqlens [N + 1]: it holds documents, which do not see each other and have positions of
+    their own. layout: which rank holds what; zigzag, or documents by their work, if None. device: of `positions`.
+    positions: of this rank's tokens, int64 [1, T]; 0 for padding.
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class SharedSequence:
         device: torch.device | str = "cpu",
         timeout: float = 600.0,
     ):
-        self.ring, self.mode = ring_of(group, timeout), mode
+        self.ring, self.mode = ring_of(group, timeout), choice("SharedSequence", "mode", mode, MODES)
+        self.degree = degree_of("SharedSequence", mode, group)
         if len(self.ring.ranks) != 1:
             raise ValueError("SharedSequence: group must have one rank in this process; a LocalRing has all of them")
         self.rank = self.ring.ranks[0]
@@ -48,6 +51,11 @@ class SharedSequence:
         if layout is None and self.starts is not None:
             layout = Layout.balanced(self.starts, self.ring.size, tokens)
         self.layout = Layout.zigzag(tokens, self.ring.size) if layout is None else layout
+        if (self.layout.tokens, self.layout.size) != (tokens, self.ring.size):
+            raise ValueError(
+                f"SharedSequence: layout is of {self.layout.tokens} tokens and {self.layout.size} ranks; there are "
+                f"{tokens} and {self.ring.size}: make a layout of these"
+            )
         places = self.layout.positions(self.rank)
         if self.starts is not None:
             begins = torch.tensor(self.starts)
@@ -63,7 +71,7 @@ class SharedSequence:
         """out of `context_parallel_attention`."""
         return context_parallel_attention(
             q, k, v, self.ring, mask, score, mode=self.mode, layout=self.layout, cu_seqlens=self.starts,
-            dropout_p=dropout_p,
+            dropout_p=dropout_p, degree=self.degree,
         )[0]  # fmt: skip
 
     def mean(self, loss: Tensor, labels: Tensor, *, gradients: str = "mean") -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, Ring, context_parallel_attention, ring_of
+from tilesmith.distributed.attention import degree_of
 from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.layout import boundaries
 from tilesmith.distributed.prepared import MODES
@@ -48,8 +49,9 @@ class Batch:
 class Sharding:
     """What a sharded model remembers; `remove` makes it the model that it was."""
 
-    def __init__(self, model: nn.Module, ring: Ring, mode: str, gradients: str):
+    def __init__(self, model: nn.Module, ring: Ring, mode: str, degree: int | None, gradients: str):
         self.model, self.ring, self.mode, self.gradients = weakref.ref(model), ring, mode, gradients
+        self.degree = degree
         self.batch: Batch | None = None
         self.habits: Habits | None = None
         self.seen: list[tuple[Tensor, Tensor]] | None = None  # what attention records while the model is looked at
@@ -95,9 +97,10 @@ def shard_sequence(
 
     Every rank passes whole batches; the model computes this rank's tokens: `input_ids` or `inputs_embeds`,
     `position_ids`, `labels` and `attention_mask` [B, S] are sharded before its first layer, and its attention becomes
-    `context_parallel_attention` (`mode` is that function's). Tokens are laid out in zigzag order; those of packed
-    documents are balanced by work. A row counts as packed if `cu_seq_lens_q` says so or its `position_ids` start again.
-    Causality, windows, soft caps and sinks are the model's own; padding is not attended.
+    `context_parallel_attention` (`mode` is that function's; "hybrid" needs a mesh of two dims). Tokens are laid out in
+    zigzag order; those of packed documents are balanced by work. A row counts as packed if `cu_seq_lens_q` says so or
+    its `position_ids` start again. Causality, windows, soft caps and sinks are the model's own; padding is not
+    attended.
 
     The loss is the mean over the labels of the whole batch, the same number on all ranks; `logits` and hidden states
     are of this rank's tokens (`model_sharding(model).batch.layout`), outputs of poolers are None. gradients: "mean":
@@ -116,7 +119,10 @@ def shard_sequence(
     """
     transformers = _transformers()
     if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"shard_sequence: model must be a transformers model, got {type(model).__name__}")
+        raise TypeError(
+            f"shard_sequence: model must be a transformers model, got {type(model).__name__}; of a wrapper, such as "
+            "PEFT's or torch.compile's, pass the model that it wraps"
+        )
     if mode not in MODES:
         raise ValueError(f"shard_sequence: mode must be one of {', '.join(MODES)}, got {mode!r}")
     if gradients not in _GRADIENTS:
@@ -127,7 +133,7 @@ def shard_sequence(
     ring = ring_of(mesh)
     if len(ring.ranks) != 1:
         raise ValueError("shard_sequence: mesh must have one rank in this process; a LocalRing has all of them")
-    sharding = Sharding(model, ring, mode, gradients)
+    sharding = Sharding(model, ring, mode, degree_of("shard_sequence", mode, mesh), gradients)
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
@@ -185,6 +191,7 @@ def attention_forward(
         ops.Mask(causal=causal, window=window, documents=batch.ids),
         ops.Score(scale=scaling, softcap=softcap or 0.0),
         mode=sharding.mode,
+        degree=sharding.degree,
         layout=batch.layout,
         cu_seqlens=batch.starts,
         sinks=s_aux,
@@ -208,6 +215,7 @@ def _mask(
     return KeyMask(shape, torch.device(device), rule.causal, rule.window)
 
 
+@torch.compiler.disable(reason="ranks compare their batches")
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Shard a batch: what the model is called with. Ranks whose batches are not alike hear of it here: a rank that has
     labels would wait for the loss of one that has none."""
@@ -222,7 +230,6 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     return (), found
 
 
-@torch.compiler.disable(reason="ranks compare their batches")
 def _compare(ring: Ring, sharded: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ValueError on all ranks where a rank was given another batch, as loaders of data parallel training do."""
     shapes = {name: list(x.shape) for name, x in sorted(sharded.items()) if isinstance(x, Tensor)}
@@ -273,6 +280,7 @@ def _sharded(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
+@torch.compiler.disable(reason="ranks sum their losses")
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
     """The loss of the whole batch: its value from all ranks, of whose losses it is the mean (`_labels`), its gradient
     from this one's tokens."""
