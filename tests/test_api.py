@@ -52,6 +52,14 @@ def _documented(document: str, entry: dict) -> list[inspect.Parameter]:
     return list(inspect.signature(namespace["documented"]).parameters.values())
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_entries_have_the_keys_of_their_kind(document):
+    """A name that lost its heading would belong to the example above it, and nothing would test it."""
+    known = {"name": {"path", "signature", "chosen"}, "example": {"title", "code", "bind", "then"}}
+    odd = [e for kind, keys in known.items() for e in DOCUMENTS[document][kind] if not set(e) <= keys]
+    assert not odd
+
+
 @pytest.mark.parametrize(("document", "entry"), NAMES, ids=[f"{n}-{e['path']}" for n, e in NAMES])
 def test_documented_parameters(document, entry):
     ours = list(inspect.signature(_found(document, entry["path"])).parameters.values())
