@@ -92,7 +92,6 @@ def _noted(fn, args) -> list[Launch] | None:
 
 # experts look up tokens by what a kernel would have written
 @pytest.mark.parametrize(("name", "backend"), [each for each in SERVED if not each[0].startswith("experts")])
-@torch.no_grad()
 def test_a_call_launches_what_was_rehearsed(name, backend):
     """Or kernels that threads compile ahead are compiled once more by the launch."""
     op, compared = declared()[name], 0
@@ -105,9 +104,10 @@ def test_a_call_launches_what_was_rehearsed(name, backend):
         if kernel.rejects(op._describe(*args)):
             continue
         configure = getattr(kernel.fn, "configure", None)
-        fn = kernel.fn if configure is None else partial(configure.fn, config=configure(args, search=False))
-        made = _noted(fn, args)
-        if made is not None:
-            assert made == launches_of(fn, args, arch_of(CUDA)), case.name
-            compared += 1
+        with torch.no_grad():
+            fn = kernel.fn if configure is None else partial(configure.fn, config=configure(args, search=False))
+            made = _noted(fn, args)
+            if made is not None:
+                assert made == launches_of(fn, args, arch_of(CUDA)), case.name
+                compared += 1
     assert compared, f"no case is one that {backend} takes"
