@@ -532,28 +532,3 @@ def test_continuous_batching(attention):
     manager.stop(block=True)
     assert model.config._attn_implementation == attention
     assert generated() == wanted
-
-
-def test_a_forward_replaced_on_the_instance_is_named_and_not_run():
-    """As accelerate's device_map does to every module: the wrapper may move weights, so no probe may call it."""
-    ran = []
-
-    def wrapped(forward):
-        def outer(*args, **kwargs):
-            ran.append(forward.__self__)
-            return forward(*args, **kwargs)
-
-        return outer
-
-    model = build("llama")
-    layer = model.model.layers[0]
-    for module in (layer.mlp, layer.mlp.act_fn, layer.input_layernorm, layer.self_attn):
-        module.forward = wrapped(module.forward)
-    optimize(model)
-    assert not ran
-    reasons = {(r.rule, r.fqn): r.reason for r in model.tilesmith_report.wanted}
-    for rule, name in (("mlp", "mlp"), ("norm", "input_layernorm"), ("rope", "self_attn")):
-        assert "its forward was replaced on the instance" in reasons[rule, f"model.layers.0.{name}"]
-    model(input_ids=torch.arange(6)[None])
-    assert {id(module) for module in ran} == {id(layer.mlp), id(layer.mlp.act_fn), id(layer.input_layernorm),
-                                              id(layer.self_attn)}  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.nn.norm import CASTER
-from tilesmith.rewrite.variants import REPLACED_FORWARD, original_class
+from tilesmith.rewrite.variants import original_class
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -33,11 +33,8 @@ def shell(
     """An instance of the module's own class with its plain attributes, but only the tensors and children given here.
 
     Hooks are left behind, and so is a child that casts to 8 bits. Others that are not given raise `Unlike` when they
-    are called. A module whose forward was replaced on the instance raises it too: that forward would run the module
-    itself, with its weights.
+    are called.
     """
-    if "forward" in module.__dict__:
-        raise Unlike(REPLACED_FORWARD)
     twin = object.__new__(original_class(type(module)))
     nn.Module.__init__(twin)
     blank = set(twin.__dict__)

@@ -16,7 +16,6 @@ from torch import nn
 
 _BASE = "_tilesmith_base"
 _FORM = "_tilesmith_form"
-REPLACED_FORWARD = "its forward was replaced on the instance by something else; call optimize() before that"
 
 
 class Form:
@@ -45,7 +44,7 @@ class Form:
 def obstacle(module: nn.Module) -> str | None:
     """Why the class of `module` cannot be swapped, in words; None when it can."""
     if "forward" in module.__dict__:
-        return REPLACED_FORWARD
+        return "its forward was replaced on the instance by something else; call optimize() before that"
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module"
     if getattr(module, "parametrizations", None) is not None:
