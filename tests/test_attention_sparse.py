@@ -221,8 +221,7 @@ def test_reports_count(pattern):
     assert report.retained_mass == pytest.approx(float((dense * seen).sum(-1).mean().detach()), rel=1e-4)
 
 
-def test_a_report_takes_no_score_for_plain_scores():
-    """As the benchmark of quality asks for one."""
+def test_a_report_without_a_score_is_of_plain_scores():
     q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
     blocks = pattern_blocks(SparsePattern.LOCAL_GLOBAL, 64, 64, 0.5, heads=2, block_size=16)
     found = [sparsity_report(q, k, v, blocks, 10, causal=True, **given) for given in ({}, {"score": ops.Score()})]

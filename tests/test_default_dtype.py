@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 
-from op_runs import DEVICE, NAMES, runnable
+from op_runs import DEVICE, NAMES, deterministic, runnable
 from tilesmith.engine import cases, ops, use
 from tilesmith.validate.cases import backends_of, outputs_and_gradients, pins_of
 
@@ -23,9 +23,8 @@ def _runs(name):
 @pytest.fixture(autouse=True)
 def same_order_of_sums():
     """Atomic additions on a GPU come in any order."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        yield
 
 
 @contextlib.contextmanager
