@@ -142,6 +142,17 @@ def test_all_logits_are_kept_where_chunks_could_hold_as_much(tokens, wanted):
         assert kept.whole <= 1.001 * chunks.chunked(hidden + 4096)
 
 
+def test_a_rehearsal_counts_the_maxima_of_logits_as_the_call_does():
+    """Or it would plan other chunks. One maximum of 256 classes a token, which kernels for NVIDIA GPUs keep."""
+    x, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (512, 5000))
+    call = ops.linear_cross_entropy.bind((x, weight, torch.empty(512, dtype=torch.int64, device="meta")), {})
+    rows = []
+    for name in ("sm90", "gfx942"):
+        with assuming(arch_named(name)):
+            rows.append(linear_cross_entropy_need(*call).row)
+    assert rows[0] - rows[1] == 20 * 4
+
+
 @pytest.mark.parametrize(("tokens", "passes"), [(64, True), (2973, False)])
 def test_short_passes_over_logits_stay(tokens, passes):
     from tilesmith.ops.loss.hopper import exp2_epilogue

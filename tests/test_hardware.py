@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import resources
 from types import SimpleNamespace
 
@@ -115,6 +116,17 @@ def test_arch_named_is_the_table_alone():
     assert (arch.kind, arch.warp, arch.shared_memory) == ("hip", 64, 64 * KIB)
     with pytest.raises(ValueError, match="arch is 'sm1', which is unknown; it must be one of sm70, "):
         hardware.arch_named("sm1")
+
+
+def test_the_device_of_an_arch_is_the_one_that_it_was_read_off(monkeypatch):
+    read = [hardware.arch_named("sm90"), replace(hardware.arch_named("sm90"))]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(detect, "_probe", lambda kind, index: read[index])
+    assert [detect.device_of(arch).index for arch in read] == [0, 1]
+    assert detect.device_of(replace(read[0])) is detect.device_of(hardware.arch_named("gfx942")) is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert detect.device_of(read[0]) is None
 
 
 def _properties(**changed) -> SimpleNamespace:
