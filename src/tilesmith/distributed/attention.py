@@ -130,13 +130,13 @@ def ring_of(group: Group, timeout: float = LIMIT) -> Ring:
 def degree_of(of: str, mode: str, group: Group) -> int | None:
     """The `degree` of the calls that a layer of `mode` makes over `group`; None for other modes than "hybrid".
 
-    Raises ValueError for "hybrid" over several ranks that are no DeviceMesh of two dims: a layer takes no degree.
+    Raises ValueError for "hybrid" over several ranks without a DeviceMesh of two dims: a layer takes no degree.
     """
     if mode != "hybrid":
         return None
     degree = _degree(group)
     if degree is None and ring_of(group).size > 1:
-        raise ValueError(f"{of}: mode 'hybrid' needs a DeviceMesh of two dims, whose second one shares heads")
+        raise ValueError(f"{of}: mode 'hybrid' needs a DeviceMesh of two dims, whose second one exchanges heads")
     return degree
 
 
