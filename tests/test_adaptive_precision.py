@@ -582,8 +582,34 @@ REFUSED = [
         "out of patience",
     ),
     ("sample", lambda m: analyze_precision_opportunities(m, 3), TypeError, "sample_input must be a tensor"),
-    ("sample fit", lambda m: analyze_precision_opportunities(m, X[:, :5]), ValueError, "does not fit"),
+    (
+        "sample fit",
+        lambda m: analyze_precision_opportunities(m, X[:, :5]),
+        ValueError,
+        "sample_input does not fit the model: it raises RuntimeError",
+    ),
+    (
+        "sample infinite",
+        lambda m: analyze_precision_opportunities(m, X / 0),
+        ValueError,
+        "sample_input: on it the model's loss or output is nan",
+    ),
+    (
+        "sample's output",
+        lambda m: analyze_precision_opportunities(_Named(m), X),
+        ValueError,
+        "sample_input does not fit.*the model returned dict; without a loss_fn it must return a floating tensor",
+    ),
 ]
+
+
+class _Named(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return {"out": self.model(x)}
 
 
 def _poisoned(layer):

@@ -61,7 +61,7 @@ def analyze_precision_opportunities(
     chosen, skipped = eligible(model)
     work = structure_of(model, device).eval()
     batch = moved(sample_input, device)
-    samples = Calibration((batch,) * PROBES, (batch,), None)
+    samples = Calibration((batch,) * PROBES, (batch,), None, f"{OP}: sample_input")
     layers = {name: work.get_submodule(name) for name in chosen}
     with unchanged(work):
         check_fit(samples, work)
