@@ -122,8 +122,8 @@ def check_fit(calibration: Calibration, model: nn.Module) -> None:
             ) from problem
         if not math.isfinite(float(value)):
             raise ValueError(
-                f"{calibration.argument}: on {calibration.told(i)} the model's loss or output is {float(value)}; it must "
-                "be finite"
+                f"{calibration.argument}: on {calibration.told(i)} the model's loss or output is {float(value)}; it "
+                "must be finite"
             )
 
 
@@ -144,8 +144,8 @@ def output_of(out: Any) -> tuple[str, Tensor]:
     out = getattr(out, "last_hidden_state", out)
     if not isinstance(out, Tensor) or not out.is_floating_point():
         raise TypeError(
-            f"the model returned {type(out).__name__}; without a loss_fn it must return a floating tensor, a tuple that "
-            "begins with one, or an object with logits or last_hidden_state"
+            f"the model returned {type(out).__name__}; without a loss_fn it must return a floating tensor, a tuple "
+            "that begins with one, or an object with logits or last_hidden_state"
         )
     return "values", out
 
