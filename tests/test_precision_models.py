@@ -49,6 +49,25 @@ def test_with_optimize(first):
     torch.testing.assert_close(model(**inputs).loss, plain)
 
 
+def test_what_is_left_alone_is_logged(caplog):
+    """Layers with their reason, and, once, calls of too few rows."""
+    model = optimize(build("llama"))
+    inputs = batch("llama")
+    rows = inputs["input_ids"].numel()
+    with caplog.at_level("INFO", logger="tilesmith.precision"):
+        convert_model_to_fp8(model, FP8Config(min_features=16, min_tokens=rows + 1))
+        kinds = [row.action for row in model.fp8_report.rows if row.rule == "fp8" and row.cls.endswith("Linear")]
+        for _ in range(2):
+            model.train()(**inputs)
+        model.eval()(**inputs)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"fp8 (delayed): {kinds.count('replaced')} layers converted, 1 left alone",
+        "fp8: lm_head left alone: it is an output projection, whose errors reach the loss undamped",
+        f"fp8: calls of {rows} rows are computed as without it; min_tokens is {rows + 1}",
+    ]
+
+
 def _trained(model, inputs, prepare, backward, steps=3):
     """Losses of steps, the parameters after them, and how many steps the scales have seen."""
     model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), 0.1))
