@@ -606,6 +606,9 @@ def test_attention_as_a_recipe():
     assert 0 < _distance(out, exact) < 2 * HALF
     with pytest.raises(ValueError, match="granularity"):
         FP8AttentionConfig("row")
+    for name in ("smooth", "rotate"):
+        with pytest.raises(TypeError, match=f"{name} must be a bool or None, got 1"):
+            FP8AttentionConfig(**{name: 1})
 
 
 # The engine
