@@ -320,6 +320,16 @@ def test_without_calibration_widths_are_uniform_and_it_says_so(caplog):
     assert stats.memory_savings_ratio >= 0.4
 
 
+@pytest.mark.parametrize("strategy", [s for s in AllocationStrategy if s is not AllocationStrategy.UNIFORM])
+def test_where_all_tiles_get_8_bits_no_strategy_is_said_to_have_lost(strategy):
+    """The default target leaves every layer at 8 bits, whichever strategy is asked."""
+    config = PrecisionConfig(allocation_strategy=strategy)
+    stats = create_ultra_precision_module(_uneven(), config, calibration=_inputs(64)).get_precision_stats()
+    assert stats.strategy == "uniform" and stats.held_out["uniform"] == stats.held_out["adaptive"]
+    assert f"{strategy.value} widths are 8 bits for all tiles, as uniform ones are" in stats.fallback
+    assert "target_memory_reduction, 0.4, leaves nothing to choose; a higher one does" in stats.fallback
+
+
 def test_widths_that_lose_are_replaced(monkeypatch):
     """An allocation turned upside down: what matters most gets the fewest bits."""
     from tilesmith.precision.adaptive import choice
@@ -582,8 +592,34 @@ REFUSED = [
         "out of patience",
     ),
     ("sample", lambda m: analyze_precision_opportunities(m, 3), TypeError, "sample_input must be a tensor"),
-    ("sample fit", lambda m: analyze_precision_opportunities(m, X[:, :5]), ValueError, "does not fit"),
+    (
+        "sample fit",
+        lambda m: analyze_precision_opportunities(m, X[:, :5]),
+        ValueError,
+        "sample_input does not fit the model: it raises RuntimeError",
+    ),
+    (
+        "sample infinite",
+        lambda m: analyze_precision_opportunities(m, X / 0),
+        ValueError,
+        "sample_input: on it the model's loss or output is nan",
+    ),
+    (
+        "sample's output",
+        lambda m: analyze_precision_opportunities(_Named(m), X),
+        ValueError,
+        "sample_input does not fit.*the model returned dict; without a loss_fn it must return a floating tensor",
+    ),
 ]
+
+
+class _Named(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return {"out": self.model(x)}
 
 
 def _poisoned(layer):

@@ -80,7 +80,8 @@ def _made_in_inference_mode():
 )
 @pytest.mark.parametrize("call", ["create", "analyze"])
 def test_models_without_gradients_are_refused(make, match, call):
-    with pytest.raises(ValueError, match=match):
+    argument = {"create": "^calibration: ", "analyze": "sample_input: "}[call]
+    with pytest.raises(ValueError, match=argument + match):
         if call == "create":
             create_ultra_precision_module(make(), HALF, calibration=_inputs())
         else:
@@ -271,3 +272,13 @@ def test_files_that_are_not_there_or_of_another_kind(tmp_path):
     (tmp_path / "notes").write_text("notes")
     with pytest.raises(ValueError, match="notes is not a safetensors file"):
         load_ultra_precision_module(_uneven(), tmp_path / "notes")
+
+
+def test_an_analysis_advises_16_bits_where_wide_embeddings_use_up_what_packing_saves():
+    model = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    tokens = torch.arange(16)
+    wide = analyze_precision_opportunities(model, tokens)
+    assert "Cast the model to 16 bits first: 0.13 MiB of float32 parameters" in wide["recommendations"][0]
+    half = analyze_precision_opportunities(model.bfloat16(), tokens)
+    assert half["potential_savings"] > wide["potential_savings"]
+    assert not any("16 bits first" in said for said in half["recommendations"])

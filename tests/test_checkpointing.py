@@ -1,6 +1,8 @@
 """Selective activation checkpointing: what policies keep of attention is not computed again in the backward."""
 
+import copy
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
@@ -127,3 +129,25 @@ def test_a_checkpointed_layer_keeps_nothing_of_its_mlp():
             loss.backward()
     mlps = 4 * 2 * inputs["input_ids"].numel() * model.config.intermediate_size * 4
     assert kept[1] <= kept[0] + mlps / 8
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_optimised_model_is_compiled_as_a_whole_under_gradient_checkpointing(reentrant):
+    """The graph breaks at checkpoints, within the call whose positions the model's forward has told."""
+    model, inputs = build("llama").train(), batch("llama")
+    plain = copy.deepcopy(model)
+    checkpoint_layers(optimize(model), use_reentrant=reentrant)
+    expected = torch.autograd.grad(plain(**inputs).loss, list(plain.parameters()))
+
+    def run():
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            model.zero_grad()
+            compiled(**inputs).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    with ThreadPoolExecutor(1) as fresh:  # a thread that no call has told anything yet
+        found = fresh.submit(run).result()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)

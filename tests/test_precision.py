@@ -168,7 +168,7 @@ def fresh_choices():
     """What was found of this PyTorch, and chosen by it, is forgotten before and after."""
 
     def forget():
-        aten._try_rows.cache_clear()
+        aten._try_on_cpu.cache_clear()
         convert.emulation.cache_clear()
         ops.scaled_matmul._select.cache_clear()
         ops.scaled_matmul._recent.clear()
@@ -176,6 +176,36 @@ def fresh_choices():
     forget()
     yield
     forget()
+
+
+def _without_bias(genuine):
+    """PyTorch's scaled matmul as of a release that adds no bias on a CPU."""
+
+    def scaled_mm(a, b, scale_a, scale_b, bias=None, **named):
+        if bias is not None:
+            raise RuntimeError("no bias on a CPU")
+        return genuine(a, b, scale_a, scale_b, bias, **named)
+
+    return scaled_mm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_with_biases_on_a_cpu(dtype, monkeypatch, fresh_choices):
+    """PyTorch's product serves them, unless a trial shows that it does not. In fp32 it is asked for no bias."""
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    eight, factor, bias = torch.randn(32, 64).to(FP8Format.E4M3.dtype), torch.ones(1), torch.randn(32).to(dtype)
+    call = eight, eight, factor, factor, bias, names[dtype]
+    expected = eight.double() @ eight.double().t() + bias.double()
+    for genuine in (True, False):
+        if not genuine:
+            aten._try_on_cpu.cache_clear()
+            ops.scaled_matmul._select.cache_clear()
+            ops.scaled_matmul._recent.clear()
+            monkeypatch.setattr(torch, "_scaled_mm", _without_bias(torch._scaled_mm))
+        choice = tilesmith.explain("scaled_matmul", *call)
+        assert choice.kernel.backend == ("aten" if genuine or dtype == torch.float32 else "reference"), choice
+        assert genuine or dtype == torch.float32 or "no bias on a CPU" in str(choice)
+        assert _distance(ops.scaled_matmul(*call).double(), expected) < torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
@@ -576,6 +606,9 @@ def test_attention_as_a_recipe():
     assert 0 < _distance(out, exact) < 2 * HALF
     with pytest.raises(ValueError, match="granularity"):
         FP8AttentionConfig("row")
+    for name in ("smooth", "rotate"):
+        with pytest.raises(TypeError, match=f"{name} must be a bool or None, got 1"):
+            FP8AttentionConfig(**{name: 1})
 
 
 # The engine
@@ -599,7 +632,7 @@ def test_the_engine_takes_steps():
     assert losses[-1] < losses[0]
     told = trainer.get_training_statistics()
     assert (told["steps"], told["skipped"], told["overflows"]) == (6, 0, 0)
-    assert all(scale > 0 for scale in told["scales"].values())
+    assert told["scales"] and all(scale > 0 for scale in told["scales"].values())
     assert all(len(history) == 16 for history in told["amax_histories"].values())
 
 

@@ -26,6 +26,10 @@ def _deep(recipe, depth=4, **more):
     )
 
 
+def _bounds(model):
+    return [module.bound.item() for module in model.modules() if isinstance(module, Scaling)]
+
+
 def _zeros(trainer, optimizer, x):
     """The share of zeros in the first layer's gradient of a step."""
     trainer.training_step(x, x)
@@ -42,13 +46,13 @@ def test_many_spoilt_batches_in_a_row(fault):
     with trainer:
         for _ in range(3):
             _zeros(trainer, optimizer, x)
-        before = trainer.get_training_statistics()["scales"]
+        before = _bounds(trainer.model)
         spoilt = x.clone()
         spoilt[3, 5] = fault
         for _ in range(200):
             trainer.training_step(spoilt, x)
             assert not trainer.optimizer_step(optimizer)
-        assert trainer.get_training_statistics()["scales"] == before
+        assert _bounds(trainer.model) == before
         assert trainer.loss_scale == 2.0**-16
         assert all(_zeros(trainer, optimizer, x) < 0.1 for _ in range(3))
 
@@ -113,7 +117,37 @@ def test_the_second_optimizer_of_a_step_leaves_the_histories():
                 trainer.optimizer_step(optimizer)
         told = trainer.get_training_statistics()
     assert all(min(history) > 0 for history in told["amax_histories"].values())
-    assert told["scales"]["0.input_scaling"] > 16  # the first step is one of the last four
+    assert told["scales"]["0.input_scaling"] * 448 > 16  # the first step is one of the last four
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_scales_that_are_told_are_those_of_the_casts(recipe):
+    """A tensor is divided by its scale: the largest value that is expected lies in the upper half of the format."""
+    trainer, optimizer = _deep(recipe, depth=2)
+    with trainer:
+        assert trainer.get_training_statistics()["scales"] == {}
+        for size in (3.0, 1000.0, 1.0):
+            trainer.training_step(_randn(32, 64) * size, _randn(32, 64))
+            trainer.optimizer_step(optimizer)
+        told = trainer.get_training_statistics()
+        assert told["scales"].keys() == told["amax_histories"].keys() != set()
+        for name, scale in told["scales"].items():
+            limit = 448.0 if "input" in name else 57344.0
+            assert limit / 2 < max(told["amax_histories"][name]) / scale <= limit
+        x = _randn(32, 64)
+        known = trainer.model[0].input_scaling.known(recipe == "delayed")
+        cast = trainer.model[0].input_cast(x, recipe == "delayed", True)
+        assert known is None or cast.factor.item() == told["scales"]["0.input_scaling"]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_finer_recipes_tell_of_no_scales(recipe):
+    trainer, optimizer = _deep(recipe, depth=2)
+    with trainer:
+        trainer.training_step(_randn(32, 64), _randn(32, 64))
+        trainer.optimizer_step(optimizer)
+        told = trainer.get_training_statistics()
+    assert told["scales"] == told["amax_histories"] == {}
 
 
 def test_e5m2_has_room_for_more():

@@ -32,7 +32,7 @@ class FP8AttentionConfig:
                 f"FP8AttentionConfig: granularity is {self.granularity!r}; it must be one of {', '.join(GRANULARITIES)}"
             )
         for name in ("smooth", "rotate"):
-            if getattr(self, name) not in (None, True, False):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise TypeError(f"FP8AttentionConfig: {name} must be a bool or None, got {getattr(self, name)!r}")
 
     def attention(

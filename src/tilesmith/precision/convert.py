@@ -86,13 +86,31 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     model.register_forward_hook(_Clear(relay, model))
     keep_from_broadcasts(model)
     model.fp8_report = Report(tuple(rows))
-    count = len(chosen) + len(stacks)
-    log.info("fp8 (%s): %d layers converted, %d left alone", config.recipe, count, len(rows) - count)
+    _log(config, rows, chosen, stacks)
+    return model
+
+
+def _log(config: FP8Config, rows: list[Row], chosen: dict[str, nn.Linear], stacks: dict[str, nn.Module]) -> None:
+    left = _left_alone(rows)
+    count = sum(map(len, left.values()))
+    log.info("fp8 (%s): %d layers converted, %d left alone", config.recipe, len(chosen) + len(stacks), count)
+    for reason, names in left.items():
+        shown = ", ".join(name or "the model" for name in names[:3])
+        more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+        log.info("fp8: %s%s left alone: %s", shown, more, reason)
     for told in {emulation(config.recipe, layer.weight.device) for layer in chosen.values()} - {""}:
         log.warning("fp8 (%s): of each layer, %s", config.recipe, told)
     for told in {emulation_of_experts(module.down_proj.device) for module in stacks.values()} - {""}:
         log.warning("fp8: of stacked experts, %s", told)
-    return model
+
+
+def _left_alone(rows: list[Row]) -> dict[str, list[str]]:
+    """The names of what was not converted, by the reason."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.action == "skipped":
+            found.setdefault(row.reason, []).append(row.fqn)
+    return found
 
 
 def converted(model: nn.Module) -> bool:

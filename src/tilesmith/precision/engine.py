@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilesmith.engine.argument_checks import present
+from tilesmith.ops.quant.reference import factor_of
 from tilesmith.precision.config import FP8Config, FP8Format
 from tilesmith.precision.convert import convert_model_to_fp8, converted
 from tilesmith.precision.engine_state import check_state, load_scalings, state_of_scalings
@@ -161,18 +162,21 @@ class FP8TrainingEngine:
         """steps, skipped: calls of `optimizer_step` that stepped and that did not. overflows: how often, one for each
         tensor and step, the largest value was not finite or, by the recipe "delayed", beyond its scale's range. spikes:
         how often such a value was so far above those of other steps that its scale ignored it in later steps; in the
-        step right after it, smaller numbers may have become 0. Finer recipes than one scale a tensor keep no scales,
-        and count 0 of both. loss_scale. scales, amax_histories: of each tensor that has a scale of its own, by name.
-        Asks the device."""
+        step right after it, smaller numbers may have become 0. loss_scale. scales: by name of each tensor that has one
+        and was cast in a step, the power of two by which it is divided before a cast; by the recipe "current", whose
+        casts go by their own tensor, that of the largest value in the history. amax_histories: by the same names, the
+        largest values of the last steps, the newest first. Finer recipes than one scale a tensor keep no scales and no
+        histories, and count 0 overflows and spikes. Asks the device."""
         scalings = {name: m for name, m in self.model.named_modules() if isinstance(m, Scaling)}
+        known = {name: m for name, m in scalings.items() if m.bound.item() > 0}
         return {
             "steps": self._steps,
             "skipped": self._skipped,
             "overflows": int(sum(s.overflows.item() for s in scalings.values())),
             "spikes": int(sum(s.spikes.item() for s in scalings.values())),
             "loss_scale": self.loss_scale,
-            "scales": {name: s.bound.item() for name, s in scalings.items()},
-            "amax_histories": {name: s.history.tolist() for name, s in scalings.items()},
+            "scales": {name: factor_of(s.bound, s.format).item() for name, s in known.items()},
+            "amax_histories": {name: s.history.tolist() for name, s in known.items()},
         }
 
     def state_dict(self) -> dict[str, Any]:

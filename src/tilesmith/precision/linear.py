@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from tilesmith.precision.products import Cast, Plan
 from tilesmith.precision.scaling import Scaling
 from tilesmith.precision.weight_casts import CastsWeights, parametrized
 
+log = logging.getLogger(__name__)
+
 SERVED = frozenset(products.NAMES)
 
 
@@ -28,6 +31,7 @@ class Relay:
     """
 
     def __init__(self) -> None:
+        self.told_of_small = False
         self.clear()
 
     def clear(self) -> None:
@@ -43,6 +47,12 @@ class Relay:
         if held is None or held[0] is not x or held[3] != by or held[1] != _version(x):
             return None
         return held[2]
+
+    def tell_of_small(self, rows: int, least: int) -> None:
+        """Log, once for a model, that calls of few rows train without 8 bits."""
+        if not torch.compiler.is_compiling() and not self.told_of_small:
+            self.told_of_small = True
+            log.info("fp8: calls of %d rows are computed as without it; min_tokens is %d", rows, least)
 
     def __deepcopy__(self, memo: dict) -> Relay:
         memo[id(self)] = made = Relay()
@@ -132,6 +142,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         rows = x.numel() // self.in_features
         known = x.dtype in SERVED and x.shape[-1:] == weight.shape[1:]  # others are refused as nn.Linear does it
         fits = known and rows >= self.config.min_tokens
+        if known and not fits and self.training and rows:
+            self.relay.tell_of_small(rows, self.config.min_tokens)
         return fits and plain(x) and plain(weight) and not transformed()
 
     def input_cast(self, x: Tensor, delayed: bool, trains: bool) -> Cast:

@@ -317,10 +317,15 @@ def _rule(function: Callable) -> _Rule | None:
 
 
 class _Told(threading.local):
-    """What a model's caller gave it, of the call that torch.compile traces or CUDA records."""
+    """What a model's caller gave it, of the call that torch.compile traces or CUDA records.
 
-    positions: Tensor | None = None
-    known = False
+    Each thread has attributes of its own from the start: where a graph breaks within a call, Dynamo would guard on
+    there being none, and find those that the call had set.
+    """
+
+    def __init__(self) -> None:
+        self.positions: Tensor | None = None
+        self.known = False
 
 
 TOLD = _Told()

@@ -45,8 +45,9 @@ def _cpu_rejects(call) -> list[str]:
     elif call.a_factor.ndim == 2:
         refused = _cpu_refuses_rows()
         reasons += [refused] if refused else []
-    if call.bias is not None:
-        reasons.append("PyTorch's scaled matmul on a CPU adds no bias of this dtype")
+    if call.bias is not None and call.bias.dtype != torch.float32:  # which is added to the product
+        refused = _cpu_refuses_bias(call.bias.dtype, call.a_factor.ndim == 2)
+        reasons += [refused] if refused else []
     return reasons
 
 
@@ -62,19 +63,32 @@ def _cuda() -> tuple[int, ...]:
 
 def _cpu_refuses_rows() -> str:
     """Why PyTorch's scaled matmul takes no factors of rows on a CPU; "" where it does. 2.11 does not."""
+    return _tried("factors of rows", True, torch.bfloat16, False)
+
+
+def _cpu_refuses_bias(dtype: torch.dtype, by_row: bool) -> str:
+    """Why PyTorch's scaled matmul adds no bias of a dtype on a CPU; "" where it does, as 2.11 with one factor a
+    tensor."""
+    return _tried(f"a bias in {dtype}", by_row, dtype, True)
+
+
+def _tried(what: str, by_row: bool, dtype: torch.dtype, biased: bool) -> str:
     # tensors made under a mode may be none: what such a call says is not kept
-    return _try_rows.__wrapped__() if torch_private.dispatch_modes() else _try_rows()
+    trial = _try_on_cpu.__wrapped__ if torch_private.dispatch_modes() else _try_on_cpu
+    said = trial(by_row, dtype, biased)
+    return f"PyTorch {torch.__version__} has no scaled matmul with {what} on a CPU: {said}" if said else ""
 
 
 @cache
-def _try_rows() -> str:
+def _try_on_cpu(by_row: bool, dtype: torch.dtype, biased: bool) -> str:
+    """What PyTorch says of a small product, or "" where it makes it."""
     a = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     factor = torch.ones(16, 1, dtype=torch.float32)
+    factors = (factor, factor.view(1, 16)) if by_row else (factor[0, 0], factor[0, 0])
     try:
-        torch._scaled_mm(a, a.t(), factor, factor.view(1, 16), out_dtype=torch.bfloat16)
+        torch._scaled_mm(a, a.t(), *factors, torch.ones(16, dtype=dtype) if biased else None, out_dtype=dtype)
     except (RuntimeError, NotImplementedError) as problem:
-        said = str(problem).strip().splitlines()[-1]
-        return f"PyTorch {torch.__version__} has no scaled matmul with factors of rows on a CPU: {said}"
+        return str(problem).strip().splitlines()[-1]
     return ""
 
 

@@ -262,6 +262,8 @@ CASES: dict[str, list[Case]] = {
         Case("gradient", _product(32, 48, 64, kinds=("e5m2", "e4m3"), fast=True), TEST, ONCE),
         Case("gradient_of_b", _product(32, 48, 64, kinds=("e4m3", "e5m2")), TEST, ONCE),
         Case("biased", _product(32, 48, 64) | {"bias": _biased(torch.bfloat16, 48)}, TEST, ONCE),
+        Case("biased_fp16", _product(32, 48, 64, dtype="float16") | {"bias": _biased(torch.float16, 48)}, TEST, ONCE),
+        Case("biased_fp32", _product(32, 48, 64, dtype="float32") | {"bias": _biased(torch.float32, 48)}, TEST, ONCE),
         Case("row", _product(32, 48, 64, "row"), TEST, ONCE),
         Case("row_biased", _product(32, 48, 64, "row") | {"bias": _biased(torch.bfloat16, 48)}, TEST, ONCE),
         Case("block", _product(128, 256, 512, "block"), TEST, ONCE),

@@ -61,7 +61,7 @@ def analyze_precision_opportunities(
     chosen, skipped = eligible(model)
     work = structure_of(model, device).eval()
     batch = moved(sample_input, device)
-    samples = Calibration((batch,) * PROBES, (batch,), None)
+    samples = Calibration((batch,) * PROBES, (batch,), None, f"{OP}: sample_input")
     layers = {name: work.get_submodule(name) for name in chosen}
     with unchanged(work):
         check_fit(samples, work)
@@ -87,7 +87,7 @@ def analyze_precision_opportunities(
     predicted = {w: float(flat[:, i].sum()) for i, w in enumerate(WIDTHS)}
     savings = max(0.0, 1 - after / before)
     return _result(
-        savings, sensitivity, bits, predicted, skipped, _sentences(layers, sensitivity, bits, skipped, savings)
+        savings, sensitivity, bits, predicted, skipped, _sentences(model, chosen, sensitivity, bits, skipped, savings)
     )
 
 
@@ -113,8 +113,15 @@ def _smallest(losses: Tensor) -> Tensor:
     return torch.tensor(WIDTHS)[best]
 
 
-def _sentences(layers, sensitivity, bits, skipped, savings) -> list[str]:
+def _sentences(model, layers, sensitivity, bits, skipped, savings) -> list[str]:
     found = []
+    packed = {id(layer.weight) for layer in layers.values()}
+    wide = sum(p.nbytes for p in model.parameters() if p.dtype == torch.float32 and id(p) not in packed)
+    if wide > bytes_of(model) // 50:  # else it makes less than a hundredth of difference
+        found.append(
+            f"Cast the model to 16 bits first: {wide / 2**20:.2f} MiB of float32 parameters are not packed, and bytes "
+            "are compared with those of float16."
+        )
     if savings > 0:
         found.append(
             f"Set target_memory_reduction up to {savings:.2f} with calibration data: the predicted distance of the "

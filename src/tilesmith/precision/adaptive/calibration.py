@@ -18,11 +18,17 @@ HELD_OUT = 4  # one batch in so many is kept for the comparison of allocations
 @dataclass(frozen=True)
 class Calibration:
     """Batches for the sensitivities, others for the comparison, and the loss. loss_fn None: distance from the original
-    model's outputs."""
+    model's outputs. argument: what errors call the batches; `analyze_precision_opportunities` has a single one, and no
+    loss_fn."""
 
     batches: tuple[Any, ...]
     held_out: tuple[Any, ...]
     loss_fn: Loss | None
+    argument: str = "calibration"
+
+    def told(self, i: int) -> str:
+        """What errors call batch `i`."""
+        return f"batch {i}" if self.argument == "calibration" else "it"
 
     def objective(self, model: nn.Module, batch: Any, generator: torch.Generator) -> tuple[Tensor, int]:
         """A scalar the mean squares of whose gradients are a Fisher information, of the batch's positions added up, and
@@ -111,11 +117,13 @@ def check_fit(calibration: Calibration, model: nn.Module) -> None:
                     value = output_of(call(model, batch))[1].float().square().mean()
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as problem:
             raise ValueError(
-                f"calibration does not fit the model: batch {i} raises {type(problem).__name__}: {problem}"
+                f"{calibration.argument} does not fit the model: {calibration.told(i)} raises "
+                f"{type(problem).__name__}: {problem}"
             ) from problem
         if not math.isfinite(float(value)):
             raise ValueError(
-                f"calibration: on batch {i} the model's loss or output is {float(value)}; it must be finite"
+                f"{calibration.argument}: on {calibration.told(i)} the model's loss or output is {float(value)}; it "
+                "must be finite"
             )
 
 
@@ -135,7 +143,10 @@ def output_of(out: Any) -> tuple[str, Tensor]:
         out = out[0]
     out = getattr(out, "last_hidden_state", out)
     if not isinstance(out, Tensor) or not out.is_floating_point():
-        raise TypeError(f"the model returned {type(out).__name__}; pass a loss_fn (model, batch) -> loss")
+        raise TypeError(
+            f"the model returned {type(out).__name__}; without a loss_fn it must return a floating tensor, a tuple "
+            "that begins with one, or an object with logits or last_hidden_state"
+        )
     return "values", out
 
 

@@ -243,6 +243,8 @@ class _Packer:
             widths, shares = by_layer(self.layers, self._measured(), self.config, budget)
         else:
             widths, shares = by_tile(self.layers, self.information, self.config, budget)
+        if all(torch.equal(widths[name], one) for name, one in plain.items()):
+            return plain, self._without_a_choice(plain, original, references)
         arms = {"uniform": plain, "dealt": dealt(self.layers, self.config.widths, widths), "adaptive": widths}
         losses = {"original": original} | {name: self._loss_of(arm, references) for name, arm in arms.items()}
         best = "dealt" if losses["dealt"] < losses["uniform"] else "uniform"
@@ -257,6 +259,18 @@ class _Packer:
         total = sum(shares.values())
         shares = {name: share / total if total > 0 else 0.0 for name, share in shares.items()}
         return widths, {"strategy": strategy.value, "held_out": losses, "shares": shares}
+
+    def _without_a_choice(self, plain: Widths, original: float, references: list[Tensor] | None) -> dict[str, Any]:
+        """How widths came about that are one width for all tiles, which a strategy chose as well."""
+        width = int(next(iter(plain.values())).flatten()[0])
+        strategy, loss = self.config.allocation_strategy.value, self._loss_of(plain, references)
+        reason = (
+            f"{strategy} widths are {width} bits for all tiles, as uniform ones are: target_memory_reduction, "
+            f"{self.config.target_memory_reduction}, leaves nothing to choose"
+            + ("; a higher one does" if width == self.config.widths[-1] else "")
+        )
+        losses = {"original": original, "uniform": loss, "dealt": loss, "adaptive": loss}
+        return {"strategy": AllocationStrategy.UNIFORM.value, "fallback": reason, "held_out": losses}
 
     def _loss_of(self, widths: Widths, references: list[Tensor] | None) -> float:
         """The held-out loss with these widths."""

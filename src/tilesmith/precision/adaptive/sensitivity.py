@@ -58,7 +58,7 @@ def observe(
     made = [name for name, layer in layers.items() if layer.weight.is_inference()]
     if made:
         raise ValueError(
-            f"calibration: {made[0]}.weight was made in inference mode, which takes no gradients; clone it"
+            f"{calibration.argument}: {made[0]}.weight was made in inference mode, which takes no gradients; clone it"
         )
     seen = {name: _nothing(layer, hessians) for name, layer in layers.items()}
     asked = {name: layer.weight.requires_grad for name, layer in layers.items()}
@@ -73,8 +73,8 @@ def observe(
                 total, positions = calibration.objective(model, batch, generator)
                 if not total.requires_grad:
                     raise ValueError(
-                        "calibration: the loss has no gradients, which show the weights that it notices: the model's "
-                        "forward, or loss_fn, runs in torch.no_grad or torch.inference_mode, or detaches"
+                        f"{calibration.argument}: the loss has no gradients, which show the weights that it notices: "
+                        "the model's forward, or loss_fn, runs in torch.no_grad or torch.inference_mode, or detaches"
                     )
                 found = torch.autograd.grad(total, [out for _, _, out in calls], allow_unused=True)
             for (name, x, _), dy in zip(calls, found):
