@@ -219,8 +219,8 @@ SAID = [
     ),
     Said(
         f"{GUIDES}/adaptive-precision.md",
-        "one row of x takes {:.0f} µs (bf16: {:.0f}) and 32 rows take {:.0f} ({:.0f}), with a kernel that unpacks the "
-        "codes as it multiplies. With more rows the weight is dequantised at each call, so 64 rows take {:.0f} "
+        "one row of x takes {:.0f} µs (bf16: {:.0f}) and 32 rows take {:.0f} ({:.0f}), with kernels that unpack the "
+        "codes as they multiply. With more rows the weight is dequantised at each call, so 64 rows take {:.0f} "
         "({:.0f}). Mixed widths cost more, {:.0f} µs for one row",
         _product,
     ),

@@ -123,6 +123,7 @@ CASES: dict[str, list[Case]] = {
         Case("64_rows", _linear(48, 640, EACH, 64), TEST),
         Case("many_rows", _linear(48, 640, EACH, 80), TEST),
         Case("many_groups", _linear(16, 2560, EACH, 1), TEST),
+        Case("long_row", _linear(21, 17_024, EACH, 1), TEST, HALF),
         *(
             Case(f"{m}x{n}x{k}_{name}", _linear(n, k, mix, m), BENCH, TIMED)
             for m in (1, 16, 64)

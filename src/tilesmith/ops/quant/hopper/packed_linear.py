@@ -1,4 +1,4 @@
-"""Products of few rows with packed weights of mixed widths, by tensor cores, in Gluon.
+"""Products of few rows with packed weights of mixed widths, by tensor cores, in Gluon; of one row by packed_row.
 
 A warp takes a tile at a time: 16 outputs by 64 inputs are four products of 16 x 8 x 16. Its codes are operands as they
 are unpacked: a field is the mantissa of a 16-bit number, a shift and one logic operation for two of them. So a product
@@ -6,13 +6,16 @@ is of x and the codes plus a constant, which is subtracted, with the zeros, time
 ones. Scales are multiplied in fp32, once for 64 inputs.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tilesmith.device.alignment import aligned
+from tilesmith.device.alignment import aligned, is_16_byte_aligned
 from tilesmith.device.gluon.shim import gl, gluon, mma_sync
 from tilesmith.device.rows import rows as as_rows
 from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
+from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.quant.hopper.packed import (
     REGISTERS,
     WAVE,
@@ -26,6 +29,7 @@ from tilesmith.ops.quant.hopper.packed import (
     unpacked,
     warps_of_strip,
 )
+from tilesmith.ops.quant.hopper.packed_row import row_product, warps_of_row
 from tilesmith.ops.quant.packed_reference import row_count
 
 MOST_ROWS = 32
@@ -169,13 +173,21 @@ def _tells(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
 ) -> list[str]:
     tokens = row_count(x)
+    if tokens == 1 and is_16_byte_aligned(codes):
+        return ["packed_row_kernel: one row on tensor cores, tiles from memory to registers four at a time"]
     if tokens <= MOST_ROWS:
         return [f"packed_rows_kernel: {tokens} rows on tensor cores, which take codes as they are unpacked"]
     return [f"{tokens} rows: the weight is dequantised, the product is the device library's"]
 
 
+def _warps(dims: dict[str, int], arch: Any, dtype: Any) -> StripConfig:
+    if dims["tokens"] == 1:
+        return StripConfig(warps_of_row(dims["strips"], dims["groups"], arch.sms))
+    return warps_of_strip(dims, arch, dtype)
+
+
 ROWS_SPACE = Space(
-    default=warps_of_strip,
+    default=_warps,
     dims=lambda x, codes, scale, *rest: {"tokens": row_count(x), "strips": scale.shape[0], "groups": scale.shape[1]},
     choices={"num_warps": (4, 8, 16)},
 )
@@ -204,9 +216,13 @@ def dequant_linear(
         return y
     flat, _ = aligned(as_rows(x))
     flat = flat.view(torch.int32)
+    packed = tuple(t.contiguous() for t in (codes, *tables))
+    if tokens == 1 and is_16_byte_aligned(codes):
+        row_product(flat, packed, y, config.num_warps, arch_of(x.device).sms)
+        return y
     columns = max(8, next_power_of_2(tokens))
     launch(
-        packed_rows_kernel, (count,), flat, *(t.contiguous() for t in (codes, *tables)), y, tokens, rows, groups,
+        packed_rows_kernel, (count,), flat, *packed, y, tokens, rows, groups,
         flat.stride(0), N=columns, AHEAD=AHEAD_OF[columns], num_warps=config.num_warps,
         maxnreg=REGISTERS,
     )  # fmt: skip
