@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilesmith.bench import run, zoo
+from tilesmith.bench.document import merged
 from tilesmith.engine import ops
 
 
@@ -166,3 +167,27 @@ def test_a_summary_tells_the_mean_and_the_worst():
     found = zoo.summary([*rows, {"pass": "forward", "case": "peer", "us": 1.0}])["forward"]
     assert found["calls"] == 6 and found["minimum"] == 0.5 and found["geometric_mean"] == round(32 ** (1 / 6), 4)
     assert [row["case"] for row in found["worst"]] == ["0.5", "1.0", "1.0", "2.0", "4.0"]
+
+
+def test_a_summary_of_products_tells_how_much_longer_ours_takes():
+    rows = [
+        {"pass": "forward", "case": str(n), "provider": name, "us": us}
+        for n in (1.5, 1.0)
+        for name, us in (("tilesmith", 2.0 * n), ("products", 2.0))
+    ]
+    found = zoo.summary(rows)["forward"]
+    assert found["calls"] == 2 and found["maximum"] == 1.5 and found["geometric_mean"] == round(1.5**0.5, 4)
+    assert found["worst"] == [{"case": "1.5", "times_products": 1.5}, {"case": "1.0", "times_products": 1.0}]
+
+
+def test_rows_of_two_seeds_in_one_file_are_summed_up_together():
+    hardware = {"name": "x", "arch": "y"}
+
+    def made(case, ratio):
+        rows = [{"pass": "forward", "case": case, "provider": "tilesmith", "times_best_peer": ratio}]
+        return {"hardware": hardware, "command": case, "summary": zoo.summary(rows), "rows": rows}
+
+    both = merged(made("old", 0.5), made("new", 2.0))
+    assert both["summary"]["forward"] | {"worst": 0} == {
+        "calls": 2, "geometric_mean": 1.0, "minimum": 0.5, "worst": 0,
+    }  # fmt: skip

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,36 @@ def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         case, which = _what(row)
         rows[case][which].append(row)
     found = [row for passes in rows.values() for those in passes.values() for row in those]
-    return {**new, "earlier": earlier, "rows": found}
+    told = {"summary": summary(found)} if "summary" in new else {}
+    return {**new, **told, "earlier": earlier, "rows": found}
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each pass how many times faster ours is than the best peer, or, where the only other provider is its bare
+    `products`, how many times as long it takes: the geometric mean, the worst value, the five worst calls."""
+    faster: dict[str, list[tuple[float, str]]] = {}
+    us: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if "times_best_peer" in row:
+            faster.setdefault(row["pass"], []).append((row["times_best_peer"], row["case"]))
+        elif "provider" in row and row.get("us"):
+            us.setdefault((row["pass"], row["case"]), {})[row["provider"]] = row["us"]
+    longer: dict[str, list[tuple[float, str]]] = {}
+    for (which, case), times in us.items():
+        if which not in faster and times.keys() == {OURS, "products"}:
+            longer.setdefault(which, []).append((round(times[OURS] / times["products"], 4), case))
+    found = {which: _ratios("times_best_peer", sorted(those), "minimum") for which, those in faster.items()}
+    return found | {which: _ratios("times_products", sorted(those)[::-1], "maximum") for which, those in longer.items()}
+
+
+def _ratios(name: str, calls: list[tuple[float, str]], worst: str) -> dict[str, Any]:
+    """calls: the worst first."""
+    return {
+        "calls": len(calls),
+        "geometric_mean": round(math.exp(sum(math.log(ratio) for ratio, _ in calls) / len(calls)), 4),
+        worst: calls[0][0],
+        "worst": [{"case": case, name: ratio} for ratio, case in calls[:5]],
+    }
 
 
 def runs(document: Mapping[str, Any]) -> list[dict[str, Any]]:

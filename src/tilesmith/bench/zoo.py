@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilesmith.bench.document import document
+from tilesmith.bench.document import document, summary
 from tilesmith.bench.run import case_rows, ceilings
 from tilesmith.bench.sweep_inputs import INPUTS, LARGE
 from tilesmith.engine import Case, T, ops
@@ -270,20 +270,3 @@ def run(
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
     return found
-
-
-def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each pass how many times faster ours is than the best peer: geometric mean, minimum, the five worst calls."""
-    passes: dict[str, list[tuple[float, str]]] = {}
-    for row in rows:
-        if "times_best_peer" in row:
-            passes.setdefault(row["pass"], []).append((row["times_best_peer"], row["case"]))
-    return {
-        which: {
-            "calls": len(found),
-            "geometric_mean": round(math.exp(sum(math.log(times) for times, _ in found) / len(found)), 4),
-            "minimum": min(found)[0],
-            "worst": [{"case": case, "times_best_peer": times} for times, case in sorted(found)[:5]],
-        }
-        for which, found in passes.items()
-    }

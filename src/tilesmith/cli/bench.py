@@ -321,9 +321,11 @@ def _show(found: dict[str, Any]) -> None:
     title = f"{found['subject']} on {found['hardware']['name']}"
     console.print(table(columns, rows, title=title, right=",".join(columns[3:])))
     for which, ratios in found.get("summary", {}).items():
-        worst = "; ".join(f"{row['case']} {row['times_best_peer']:.2f}" for row in ratios["worst"])
-        mean = f"geometric mean {ratios['geometric_mean']:.3f}, minimum {ratios['minimum']:.3f}"
-        console.print(f"{which}, {ratios['calls']} calls, × best peer: {mean}; worst: {worst}", highlight=False)
+        measure, least = ("best_peer", "minimum") if "minimum" in ratios else ("products", "maximum")
+        worst = "; ".join(f"{row['case']} {row[f'times_{measure}']:.2f}" for row in ratios["worst"])
+        mean = f"geometric mean {ratios['geometric_mean']:.3f}, {least} {ratios[least]:.3f}"
+        said = f"{which}, {ratios['calls']} calls, × {measure.replace('_', ' ')}: {mean}; worst: {worst}"
+        console.print(said, highlight=False)
     unmeasured: dict[str, list[str]] = {}
     for row in found["rows"]:
         if "error" in row:
