@@ -260,8 +260,8 @@ SAID = [
     Said(
         f"{GUIDES}/hardware.md",
         "estimates of {} models and shapes (Llama, plain, optimised and fused; BERT-large; Qwen3; GPT-2; ViT; layers "
-        "of `tilesmith.nn`; an MLP) were off by {:.1f} % of the measured peak in the median. Twelve were off by {:.1f} to "
-        "{:.1f} %. For the MLP, whose step takes {:.1f} GB, the estimate was {:.1f} % too high",
+        "of `tilesmith.nn`; an MLP) were off by {:.1f} % of the measured peak in the median. Twelve were off by {:.1f} "
+        "to {:.1f} %. For the MLP, whose step takes {:.1f} GB, the estimate was {:.1f} % too high",
         _estimates,
     ),
     Said(
