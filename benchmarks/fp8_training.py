@@ -49,9 +49,17 @@ PEERS = {"tensorwise": ("delayed", "current"), "rowwise_with_gw_hp": ("rowwise",
 
 
 def tiles(*each: str) -> tuple[str, ...]:
-    """Pins of tiles, each "rows columns warps bands"."""
-    names = "block_rows", "block_cols", "num_warps", "bands"
-    return tuple(":".join(["triton", *map("=".join, zip(names, tile.split()))]) for tile in each)
+    """Pins of tiles, each "rows columns warps bands", with the registers behind where a kernel may be held to them."""
+    return pins("block_rows block_cols num_warps bands max_registers", *each)
+
+
+def blocks(*each: str) -> tuple[str, ...]:
+    """Pins of blocks, each "warps registers bands"."""
+    return pins("num_warps max_registers bands", *each)
+
+
+def pins(fields: str, *each: str) -> tuple[str, ...]:
+    return tuple(":".join(["triton", *map("=".join, zip(fields.split(), values.split()))]) for values in each)
 
 
 PINS = {
@@ -63,15 +71,18 @@ PINS = {
         "triton:block_rows=1:block_cols=16384:num_warps=16",
         "triton:block_rows=1:block_cols=32768:num_warps=32",
     ),
-    "fp8_cast_blocks": tuple(
-        f"triton:num_warps={warps}:max_registers={registers}:bands={bands}"
-        for warps, registers, bands in ((8, 80, 1), (8, 80, 8), (8, 128, 8), (16, 64, 8))
+    "fp8_cast_blocks": blocks("8 0 8", "8 128 8", "8 80 8", "16 64 8"),
+    "fp8_cast_blocks rows": blocks("8 0 8", "8 128 8"),
+    "fp8_cast_blocks square": blocks("8 0 8", "8 128 8"),
+    "rms_norm_fp8": (
+        "triton",
+        *pins("max_registers weight_first", "128 1", "0 1", "0 0", "40 0"),
+        "triton:tile=4096:num_warps=8",
     ),
-    "rms_norm_fp8": ("triton", "triton:tile=4096:num_warps=8"),
     "swiglu_fp8": tuple(
         f"triton:block_rows=1:block_cols={cols}:num_warps={warps}" for cols, warps in ((2048, 4), (4096, 4), (4096, 8))
     ),
-    "swiglu_vjp_fp8": tiles("128 32 4 1", "128 32 4 8", "128 64 8 8", "64 64 4 8"),
+    "swiglu_vjp_fp8": tiles("128 64 8 8 0", "128 64 8 8 96", "64 64 4 8 96", "64 64 8 8 0", "128 32 8 8 64"),
 }
 
 
@@ -246,6 +257,8 @@ def cast_calls(m: int, n: int) -> dict[str, tuple[Callable[[], object], int]]:
         "fp8_transpose": (lambda: ops.fp8_transpose(x8), 2),
         "fp8_cast_rows": (lambda: ops.fp8_cast_rows(x), 3),
         "fp8_cast_blocks": (lambda: ops.fp8_cast_blocks(x, "e4m3", True, True), 4),
+        "fp8_cast_blocks rows": (lambda: ops.fp8_cast_blocks(x, "e4m3"), 3),
+        "fp8_cast_blocks square": (lambda: ops.fp8_cast_blocks(x, "e4m3", True, True, True), 4),
         "swiglu_fp8": (lambda: ops.swiglu_fp8(x, up, bound, amax), 5),
         "swiglu_vjp_fp8": (lambda: ops.swiglu_vjp_fp8(dh, x, up, bound, amax, factor), 11),
     }

@@ -307,7 +307,7 @@ class TileConfig(NamedTuple):
 
 
 class BlockConfig(NamedTuple):
-    """num_warps, max_registers: of a program, of a thread. bands: as of `TileConfig`."""
+    """num_warps: of a program. max_registers: of a thread, see `registers`. bands: as of `TileConfig`."""
 
     num_warps: int
     max_registers: int
@@ -350,7 +350,7 @@ def _row_default(dims, arch, dtype) -> RowConfig:
 
 
 def _block_default(dims, arch, dtype) -> BlockConfig:
-    return BlockConfig(8, 128, 8)  # two CTAs on a multiprocessor; three, at 80 registers, spill and are slower
+    return BlockConfig(8, 0, 8)  # two CTAs of both layouts on a multiprocessor; three, at 80 registers, are slower
 
 
 TILE_SPACE = Space(
@@ -370,7 +370,7 @@ ROW_SPACE = Space(
 BLOCK_SPACE = Space(
     default=_block_default,
     dims=_tile_dims,
-    choices={"num_warps": (8, 16), "max_registers": (64, 80, 128), "bands": (1, 8)},
+    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8)},
 )
 AMAX_SPACE = Space(
     default=lambda dims, arch, dtype: AmaxConfig(8192 // dtype.itemsize * 2, 8, 4 * max(1, arch.sms)),
@@ -441,8 +441,9 @@ def words(x8_t: Tensor) -> Tensor:
 
 def registers(x: Tensor, most: int) -> dict[str, int]:
     """Launch options that hold a kernel to `most` registers a thread on NVIDIA, so that more than one CTA is resident
-    on a multiprocessor while another loads or stores."""
-    return {"maxnreg": most} if saturates(x) else {}
+    on a multiprocessor while another loads or stores. 0 leaves it to ptxas: a limit above what it would take makes it
+    take more."""
+    return {"maxnreg": most} if most and saturates(x) else {}
 
 
 def saturates(x: Tensor) -> bool:
@@ -536,17 +537,19 @@ def fp8_cast_blocks(
         turned = (words(x8_t), factor_t) if columns else (None, None)
         how = {
             "E5M2": format == "e5m2", "SATURATES": saturates(x), "BLOCK_SIZE": BLOCK, "BANDS": config.bands,
-            "num_warps": config.num_warps, **registers(x, config.max_registers),
+            "num_warps": config.num_warps,
         }  # fmt: skip
         if not square and _in_pairs(x):
             plain = (x8.view(torch.int16), factor) if rows else (None, None)
             launch(
                 _cast_blocks_pairs_kernel, grid, x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
-                x.stride(0) // 2, room, PACKED=_packs(x), **how,
+                x.stride(0) // 2, room, PACKED=_packs(x), **how, **registers(x, config.max_registers),
             )  # fmt: skip
         else:
             plain = (x8, factor) if rows else (None, None)
+            most = config.max_registers or (0 if square else 128)  # numbers one by one would take 160, for one CTA
             launch(
-                _cast_blocks_kernel, grid, x, *plain, *turned, x8, count, cols, *x.stride(), room, SQUARE=square, **how
-            )
+                _cast_blocks_kernel, grid, x, *plain, *turned, x8, count, cols, *x.stride(), room, SQUARE=square, **how,
+                **registers(x, most),
+            )  # fmt: skip
     return x8, factor, x8_t, factor_t
