@@ -65,6 +65,7 @@ def pins(fields: str, *each: str) -> tuple[str, ...]:
 PINS = {
     "fp8_cast": ("triton",),
     "fp8_cast both": tiles("128 64 4 1", "128 64 4 8", "128 128 8 8"),
+    "fp8_cast_pair": ("triton",),
     "fp8_transpose": tiles("128 128 4 1", "128 128 4 8", "128 64 4 8", "256 128 8 8"),
     "fp8_cast_rows": (
         "triton",
@@ -168,12 +169,14 @@ def values(run: Run) -> bool:
 def casts_alike(run: Run, x: Tensor, format: str, what: str) -> bool:
     """Each cast of one tensor, which is given numbers that are none, infinite, zero and too large."""
     x[1, 2], x[2, 3], x[3, 4], x[4], x[5, 6] = torch.nan, torch.inf, -torch.inf, 0, 6e4
+    whole = x[: x.shape[0] // 16 * 16].nan_to_num()
     calls: list[tuple[str, tuple]] = [
         *(("fp8_cast", (x, one(4.0), one(0.0), format, *layouts)) for layouts in ((True, False), (True, True))),
         ("fp8_cast", (x, one(4.0), one(0.0), format, False, True)),
         ("fp8_cast_rows", (x, format)),
         *(("fp8_cast_blocks", (x, format, True, True, square)) for square in (False, True)),
         ("fp8_transpose", (reference.cast(x.float(), format),)),
+        ("fp8_cast_pair", (whole, whole.flip(0) / 4, format)),
     ]
     if x.dtype is torch.bfloat16 and format == "e4m3":
         calls += [("fp8_cast_blocks", (x, format, rows, not rows)) for rows in (False, True)]
@@ -254,6 +257,7 @@ def cast_calls(m: int, n: int) -> dict[str, tuple[Callable[[], object], int]]:
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "fp8_cast": (lambda: ops.fp8_cast(x, bound, amax, "e4m3"), 3),
         "fp8_cast both": (lambda: ops.fp8_cast(x, bound, amax, "e5m2", True, True), 4),
+        "fp8_cast_pair": (lambda: ops.fp8_cast_pair(x, up), 12),  # the weights are read twice
         "fp8_transpose": (lambda: ops.fp8_transpose(x8), 2),
         "fp8_cast_rows": (lambda: ops.fp8_cast_rows(x), 3),
         "fp8_cast_blocks": (lambda: ops.fp8_cast_blocks(x, "e4m3", True, True), 4),
