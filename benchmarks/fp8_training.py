@@ -72,7 +72,7 @@ PINS = {
         "triton:block_rows=1:block_cols=16384:num_warps=16",
         "triton:block_rows=1:block_cols=32768:num_warps=32",
     ),
-    "fp8_cast_blocks": blocks("8 0 8", "8 128 8", "8 80 8", "16 64 8"),
+    "fp8_cast_blocks": blocks("8 0 8", "8 80 8", "16 64 8"),
     "fp8_cast_blocks rows": blocks("8 0 8", "8 128 8"),
     "fp8_cast_blocks square": blocks("8 0 8", "8 128 8"),
     "rms_norm_fp8": (

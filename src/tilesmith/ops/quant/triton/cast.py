@@ -308,7 +308,8 @@ class TileConfig(NamedTuple):
 
 
 class BlockConfig(NamedTuple):
-    """num_warps: of a program. max_registers: of a thread, see `registers`. bands: as of `TileConfig`."""
+    """num_warps: of a program. max_registers: of a thread, see `registers`; 0 is 128 where factors run along rows and
+    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`."""
 
     num_warps: int
     max_registers: int
@@ -351,7 +352,7 @@ def _row_default(dims, arch, dtype) -> RowConfig:
 
 
 def _block_default(dims, arch, dtype) -> BlockConfig:
-    return BlockConfig(8, 0, 8)  # two CTAs of both layouts on a multiprocessor; three, at 80 registers, are slower
+    return BlockConfig(8, 0, 8)  # three CTAs of both layouts, at 80 registers, are slower than two
 
 
 TILE_SPACE = Space(
@@ -568,18 +569,17 @@ def fp8_cast_blocks(
         how = {
             "E5M2": format == "e5m2", "SATURATES": saturates(x), "BLOCK_SIZE": BLOCK, "BANDS": config.bands,
             "num_warps": config.num_warps,
+            **registers(x, config.max_registers or (128 if rows and columns and not square else 0)),
         }  # fmt: skip
         if not square and _in_pairs(x):
             plain = (x8.view(torch.int16), factor) if rows else (None, None)
             launch(
                 _cast_blocks_pairs_kernel, grid, x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
-                x.stride(0) // 2, room, PACKED=_packs(x), **how, **registers(x, config.max_registers),
+                x.stride(0) // 2, room, PACKED=_packs(x), **how,
             )  # fmt: skip
         else:
             plain = (x8, factor) if rows else (None, None)
-            most = config.max_registers or (0 if square else 128)  # numbers one by one would take 160, for one CTA
             launch(
-                _cast_blocks_kernel, grid, x, *plain, *turned, x8, count, cols, *x.stride(), room, SQUARE=square, **how,
-                **registers(x, most),
-            )  # fmt: skip
+                _cast_blocks_kernel, grid, x, *plain, *turned, x8, count, cols, *x.stride(), room, SQUARE=square, **how
+            )
     return x8, factor, x8_t, factor_t
