@@ -128,6 +128,7 @@ def _norm_cases(residual: bool | None) -> list[Case]:
         Case("strided", args(5, 40, layout="strided"), SMALL, WIDE),
         Case("zeros", args(4, 40, init=_zeros), SMALL, WIDE),
         Case("no_rows", args(0, 16), SMALL, WIDE),
+        Case("4096_columns", args(3, 4096), TEST, WIDE),
         Case("wide", args(3, 5000), TEST, WIDE),
         Case("far", args(2, 1024, init=_far), GPU, WIDE),
         *(Case(f"{m}x{n}", args(m, n), BENCH, TIMED) for m, n in ((8192, 4096), (16_384, 8192))),
