@@ -49,29 +49,41 @@ PEERS = {"tensorwise": ("delayed", "current"), "rowwise_with_gw_hp": ("rowwise",
 
 
 def tiles(*each: str) -> tuple[str, ...]:
-    """Pins of tiles, each "rows columns warps bands"."""
-    names = "block_rows", "block_cols", "num_warps", "bands"
-    return tuple(":".join(["triton", *map("=".join, zip(names, tile.split()))]) for tile in each)
+    """Pins of tiles, each "rows columns warps bands", with the registers behind where a kernel may be held to them."""
+    return pins("block_rows block_cols num_warps bands max_registers", *each)
+
+
+def blocks(*each: str) -> tuple[str, ...]:
+    """Pins of blocks, each "warps registers bands"."""
+    return pins("num_warps max_registers bands", *each)
+
+
+def pins(fields: str, *each: str) -> tuple[str, ...]:
+    return tuple(":".join(["triton", *map("=".join, zip(fields.split(), values.split()))]) for values in each)
 
 
 PINS = {
     "fp8_cast": ("triton",),
     "fp8_cast both": tiles("128 64 4 1", "128 64 4 8", "128 128 8 8"),
+    "fp8_cast_pair": ("triton",),
     "fp8_transpose": tiles("128 128 4 1", "128 128 4 8", "128 64 4 8", "256 128 8 8"),
     "fp8_cast_rows": (
         "triton",
         "triton:block_rows=1:block_cols=16384:num_warps=16",
         "triton:block_rows=1:block_cols=32768:num_warps=32",
     ),
-    "fp8_cast_blocks": tuple(
-        f"triton:num_warps={warps}:max_registers={registers}:bands={bands}"
-        for warps, registers, bands in ((8, 80, 1), (8, 80, 8), (8, 128, 8), (16, 64, 8))
+    "fp8_cast_blocks": blocks("8 0 8", "8 80 8", "16 64 8"),
+    "fp8_cast_blocks rows": blocks("8 0 8", "8 128 8"),
+    "fp8_cast_blocks square": blocks("8 0 8", "8 128 8"),
+    "rms_norm_fp8": (
+        "triton",
+        *pins("max_registers weight_first", "128 1", "0 1", "0 0", "40 0"),
+        "triton:tile=4096:num_warps=8",
     ),
-    "rms_norm_fp8": ("triton", "triton:tile=4096:num_warps=8"),
     "swiglu_fp8": tuple(
         f"triton:block_rows=1:block_cols={cols}:num_warps={warps}" for cols, warps in ((2048, 4), (4096, 4), (4096, 8))
     ),
-    "swiglu_vjp_fp8": tiles("128 32 4 1", "128 32 4 8", "128 64 8 8", "64 64 4 8"),
+    "swiglu_vjp_fp8": tiles("128 64 8 8 0", "128 64 8 8 96", "64 64 4 8 96", "64 64 8 8 0", "128 32 8 8 64"),
 }
 
 
@@ -157,12 +169,14 @@ def values(run: Run) -> bool:
 def casts_alike(run: Run, x: Tensor, format: str, what: str) -> bool:
     """Each cast of one tensor, which is given numbers that are none, infinite, zero and too large."""
     x[1, 2], x[2, 3], x[3, 4], x[4], x[5, 6] = torch.nan, torch.inf, -torch.inf, 0, 6e4
+    whole = x[: x.shape[0] // 16 * 16].nan_to_num()
     calls: list[tuple[str, tuple]] = [
         *(("fp8_cast", (x, one(4.0), one(0.0), format, *layouts)) for layouts in ((True, False), (True, True))),
         ("fp8_cast", (x, one(4.0), one(0.0), format, False, True)),
         ("fp8_cast_rows", (x, format)),
         *(("fp8_cast_blocks", (x, format, True, True, square)) for square in (False, True)),
         ("fp8_transpose", (reference.cast(x.float(), format),)),
+        ("fp8_cast_pair", (whole, whole.flip(0) / 4, format)),
     ]
     if x.dtype is torch.bfloat16 and format == "e4m3":
         calls += [("fp8_cast_blocks", (x, format, rows, not rows)) for rows in (False, True)]
@@ -243,9 +257,12 @@ def cast_calls(m: int, n: int) -> dict[str, tuple[Callable[[], object], int]]:
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "fp8_cast": (lambda: ops.fp8_cast(x, bound, amax, "e4m3"), 3),
         "fp8_cast both": (lambda: ops.fp8_cast(x, bound, amax, "e5m2", True, True), 4),
+        "fp8_cast_pair": (lambda: ops.fp8_cast_pair(x, up), 12),  # the weights are read twice
         "fp8_transpose": (lambda: ops.fp8_transpose(x8), 2),
         "fp8_cast_rows": (lambda: ops.fp8_cast_rows(x), 3),
         "fp8_cast_blocks": (lambda: ops.fp8_cast_blocks(x, "e4m3", True, True), 4),
+        "fp8_cast_blocks rows": (lambda: ops.fp8_cast_blocks(x, "e4m3"), 3),
+        "fp8_cast_blocks square": (lambda: ops.fp8_cast_blocks(x, "e4m3", True, True, True), 4),
         "swiglu_fp8": (lambda: ops.swiglu_fp8(x, up, bound, amax), 5),
         "swiglu_vjp_fp8": (lambda: ops.swiglu_vjp_fp8(dh, x, up, bound, amax, factor), 11),
     }

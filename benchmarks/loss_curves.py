@@ -7,9 +7,10 @@ A dense decoder (Llama's form, 24 M parameters) and one of experts (Qwen3-MoE's 
 sources of Python's standard library byte by byte: fp32 weights, bf16 autocast, AdamW, the same batches for each arm of
 a seed. Arms: the model as it is (`reference`), `optimize` (`optimized`), and that converted to FP8 by each recipe;
 torchao's recipes where it is installed; `.spikes`: an infinity, a NaN and 1e6 among the embeddings of three batches,
-which `FP8TrainingEngine` must survive. A row has the held-out loss of each seed, its mean difference from the
-reference of that seed, and the noise: the reference's standard deviation over seeds. Every arm is a process, which
-has the seeds in turn.
+which `FP8TrainingEngine` must survive; `.late`, `.later`: converted after a tenth, a quarter of the steps. A row has
+the held-out loss of each seed, its mean difference from the reference of that seed, and the noise: the reference's
+standard deviation over seeds; in_bf16: the same difference where a converted model is evaluated as it was before.
+Every arm is a process, which has the seeds in turn.
 --tiny: sizes for a CPU, which show that it runs and nothing else.
 """
 
@@ -29,11 +30,12 @@ from torch import Tensor, nn
 
 import tilesmith
 from tilesmith.hardware.detect import driver
-from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8
+from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8, revert_model_from_fp8
 from tilesmith.precision.config import RECIPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPIKES = {0.4: math.inf, 0.5: math.nan, 0.6: 1e6}  # where in the run, and the value
+LATE = {"late": 0.1, "later": 0.25}  # which part of the steps goes by before a model is converted
 TORCHAO = ("tensorwise", "rowwise_with_gw_hp")
 
 
@@ -89,9 +91,11 @@ def prepared(model: nn.Module, arm: str) -> nn.Module:
         )
     if arm != "reference":
         tilesmith.optimize(model)
-    if arm in RECIPES:
-        return convert_model_to_fp8(model, FP8Config(recipe=arm, **FP8_SIZES))
-    return model
+    return in_fp8(model, arm) if arm in RECIPES else model
+
+
+def in_fp8(model: nn.Module, recipe: str) -> nn.Module:
+    return convert_model_to_fp8(model, FP8Config(recipe=recipe, **FP8_SIZES))
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -103,7 +107,8 @@ def train(kind: str, arm: str, size: Size, seed: int) -> dict[str, Any]:
     """The held-out loss after training, the loss of every tenth step, and what the engine counted."""
     data = corpus()
     held, data = data[: len(data) // 10], data[len(data) // 10 :]
-    recipe, _, spiked = arm.partition(".")
+    recipe, _, how = arm.partition(".")
+    spiked, late = how == "spikes", round(LATE.get(how, 0) * size.steps)
     model = built(kind, size, seed)
     engine = None
     if spiked:
@@ -112,11 +117,13 @@ def train(kind: str, arm: str, size: Size, seed: int) -> dict[str, Any]:
         engine.setup_fp8_training()
         model = engine.model
     else:
-        model = prepared(model, recipe)
+        model = prepared(model, "optimized" if late else recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     spikes = {round(where * size.steps): value for where, value in SPIKES.items()} if spiked else {}
     curve = []
     for step in range(size.steps):
+        if late and step == late:
+            model = in_fp8(model, recipe)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, size.steps)
         ids = windows(data, size.length - 1, size.batch, seed * 10_000_000 + step, DEVICE)
@@ -143,6 +150,8 @@ def train(kind: str, arm: str, size: Size, seed: int) -> dict[str, Any]:
     if engine is not None:
         told = engine.get_training_statistics()
         found |= {name: told[name] for name in ("steps", "skipped", "overflows")}
+    elif recipe in RECIPES:
+        found["loss_in_bf16"] = held_out(revert_model_from_fp8(model), held, size)
     return found
 
 
@@ -170,7 +179,7 @@ def held_out(model: nn.Module, data: Tensor, size: Size) -> float:
 
 def arms() -> list[str]:
     """Every arm as KIND.ARM."""
-    dense = ["reference", "optimized", *RECIPES, "delayed.spikes", *TORCHAO]
+    dense = ["reference", "optimized", *RECIPES, "delayed.spikes", *(f"delayed.{how}" for how in LATE), *TORCHAO]
     return [f"dense.{arm}" for arm in dense] + [f"experts.{arm}" for arm in ("reference", "optimized", "delayed")]
 
 
@@ -190,6 +199,10 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         if good and len(base) == len(good):
             apart = [100 * (run["loss"] / b - 1) for run, b in zip(good, base)]
             row["percent"] = round(statistics.mean(apart), 3)
+            if "loss_in_bf16" in good[0]:
+                row["in_bf16"] = round(
+                    statistics.mean(100 * (run["loss_in_bf16"] / b - 1) for run, b in zip(good, base)), 3
+                )
             row["noise_percent"] = round(100 * statistics.pstdev(base) / statistics.mean(base), 3)
         rows[arm] = row
     return rows

@@ -72,3 +72,33 @@ def test_casts_are_bit_exact(needs_triton, size, format, dtype):
             _assert_same_bits(found, want)
             if name == "fp8_cast":  # what was seen: none of these numbers is left out
                 assert args[2].isnan().all() and again[2].isnan().all()
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_pair_is_cast_as_one(needs_triton, format, finite):
+    """By one factor, into the places that the two have in one tensor, plain and transposed."""
+    first, second = _odd(144, 70, torch.bfloat16), 1e3 * _odd(144, 70, torch.bfloat16)
+    if finite:
+        first, second = first.nan_to_num(posinf=3, neginf=-3), second.nan_to_num(posinf=9, neginf=-9)
+    with use(fp8_cast_pair="triton"):
+        found = ops.fp8_cast_pair(first, second, format)
+    whole = torch.cat((first, second))
+    bound = reference.fp8_amax(whole)
+    _assert_same_bits(found, reference.fp8_cast(whole, bound, bound.clone(), format, True, True))
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "error"),
+    [
+        ((16, 8), {}, r"second has shape \(16, 8\); it must equal first's"),
+        ((16, 4), {"dtype": torch.float16}, "second has dtype torch.float16, first has torch.bfloat16"),
+        ((16, 4), {"format": "e3m4"}, "format is 'e3m4'"),
+        ((17, 4), {}, r"first has shape \(17, 4\); it must be \[M, N\], M a multiple of 16"),
+    ],
+)
+def test_pairs_that_are_none(second, options, error):
+    first = torch.ones(17 if second[0] == 17 else 16, 4, dtype=torch.bfloat16)
+    other = torch.ones(second, dtype=options.pop("dtype", torch.bfloat16))
+    with pytest.raises((TypeError, ValueError), match=f"fp8_cast_pair: {error}"):
+        ops.fp8_cast_pair(first, other, **options)

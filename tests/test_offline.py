@@ -59,6 +59,9 @@ def test_compiles_offline(targets, families):
     if "sm90" in targets and "norm" in families:  # by each op: they share kernels, in forms of their own
         wide = {op for name, names in compiled if name == "norm_bwd_parts_kernel" for op in names.split()}
         assert {"layer_norm", "rms_norm", "dropout_add_norm"} <= wide
+    if "sm90" in targets and "quant" in families:  # whose cases are run in fp32 alone
+        ops_compiled = {op for _, names in compiled for op in names.split()}
+        assert {"fp8_transpose", "add_rms_norm_fp8", "rms_norm_fp8", "swiglu_fp8", "swiglu_vjp_fp8"} <= ops_compiled
 
 
 def hopper_kernels(family: str) -> set[str]:
@@ -77,6 +80,21 @@ def test_no_path_of_attention_reads_what_it_has_not_written():
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = re.findall(r"^compiled (\S+)", done.stdout, re.MULTILINE)
     assert kernels.count("attention_fwd_kernel") == 2
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_norms_that_cast_leave_room_for_each_other():
+    """Rows of 4,096 columns: more than half of a multiprocessor's 64 warps are resident, so that rows load while others
+    are summed."""
+    command = [sys.executable, "-m", "tilesmith.validate.offline", "quant", "cuda", "90", "32", "4096_columns"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(r"^compiled _norm_kernel .*warps=(\d+) registers=(\d+) spills=(\d+)", done.stdout, re.MULTILINE)
+    assert len(found) == 2, done.stdout
+    for warps, registers, spills in (map(int, row) for row in found):
+        resident = 65_536 // (-(-registers // 8) * 8 * 32 * warps) * warps
+        assert resident > 32 and not spills, (registers, spills)
 
 
 BRANCH = """

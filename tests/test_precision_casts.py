@@ -243,6 +243,26 @@ def test_training_casts_once_a_step_with_the_option_too(casts):
     assert casts == {"FP8LinearLayer": 2, "FP8GatedMLP": 1, "FP8Experts": 1}  # down and last; gate with up
 
 
+def test_a_model_may_be_converted_between_two_steps(casts):
+    """As after a warm-up in bf16: the optimizer keeps its parameters and their state, and its steps cast them anew."""
+    model = _Layers().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step():
+        model(_x()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    had = {name: (p, optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()}
+    convert_model_to_fp8(model, KEPT)
+    casts.clear()
+    step()
+    assert casts == {"FP8LinearLayer": 2, "FP8GatedMLP": 1, "FP8Experts": 1}
+    for name, p in model.named_parameters():
+        assert p is had[name][0] and optimizer.state[p]["exp_avg"] is had[name][1] and optimizer.state[p]["step"] == 2
+
+
 def test_compiled_calls_take_the_casts_that_are_kept(casts):
     model = _model()
     expected = _run(model)

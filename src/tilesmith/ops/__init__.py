@@ -119,6 +119,7 @@ _FAMILIES = {
         "fp8_cast",
         "fp8_cast_blocks",
         "fp8_cast_experts",
+        "fp8_cast_pair",
         "fp8_cast_rows",
         "fp8_transpose",
         "rms_norm_fp8",

@@ -943,6 +943,17 @@ def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor [E] fp32. Raises ValueError for other shapes.
     """
 
+def fp8_cast_pair(
+    first: Tensor, second: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two matrices in 8 bits as if one were on top of the other, by one factor: (x8, x8_t, factor).
+
+    first, second: [M, N], floating, M a multiple of 16. The factor is that of their largest absolute element, as
+    `fp8_cast` has it. Returns x8 [2M, N] and x8_t [N, 2M], it transposed, both contiguous; factor fp32 [1]. Raises
+    TypeError for other dtypes and for two; ValueError for other shapes, devices and formats, and for tensors that
+    require a gradient.
+    """
+
 def fp8_cast_rows(x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3") -> tuple[Tensor, Tensor]:
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 

@@ -66,11 +66,8 @@ def cast_weight(weight: Tensor, plan: Plan) -> Cast:
 
 def cast_weights(first: Tensor, second: Tensor, plan: Plan) -> Cast:
     """Two weights of one input by one factor, as if they were one on top of the other."""
-    bound = torch.maximum(ops.fp8_amax(first), ops.fp8_amax(second))
-    casts = [cast_tensorwise(w, bound, None, plan.forward, True, True) for w in (first, second)]
-    as_bytes = [[t.view(torch.uint8) for t in (c.x8, c.x8_t)] for c in casts]
-    x8, x8_t = (torch.cat(pair, dim).view(casts[0].x8.dtype) for dim, pair in enumerate(zip(*as_bytes)))
-    return Cast(x8, casts[0].factor, x8_t)
+    x8, x8_t, factor = ops.fp8_cast_pair(first, second, plan.forward)
+    return Cast(x8, factor, x8_t)
 
 
 class Gradient(NamedTuple):

@@ -26,7 +26,8 @@ _ARCHS = {("cuda", 80): "sm80", ("cuda", 90): "sm90", ("cuda", 100): "sm100"}
 
 def compile_family(family: str, target: Any, names: Sequence[str] = ()) -> list[tuple[str, str, Any]]:
     """Every device kernel that the family's launchers launch for its first test cases in bf16, compiled for `target`;
-    with `names`, those that the cases of these names launch.
+    with `names`, those that the cases of these names launch. Cases that are run in other dtypes alone stand in where an
+    op has no others, in bf16 too.
 
     Returns (op, kernel name, triton's compiled object); of each op, or named case, one configuration, that of the
     target's architecture.
@@ -37,7 +38,8 @@ def compile_family(family: str, target: Any, names: Sequence[str] = ()) -> list[
         if not op.reference.__module__.startswith(f"tilesmith.ops.{family}.") or op.name.endswith("_vjp"):
             continue
         compiled: list[tuple[str, Any]] = []
-        for case in [c for c in cases(op.name) if _chosen(c, names) and torch.bfloat16 in c.dtypes]:
+        chosen = [c for c in cases(op.name) if _chosen(c, names)]
+        for case in [c for c in chosen if torch.bfloat16 in c.dtypes] or chosen:
             one: list[tuple[str, Any]] = [] if names else compiled
             _launch_all(op, case, target, arch, one)
             compiled += one if names else []

@@ -103,12 +103,14 @@ def word8(y0, y1, y2, y3, like_ptr, E5M2: tl.constexpr, SATURATES: tl.constexpr)
 
 
 @triton.jit
-def store_turned(words_ptr, word, quad, col, room, num_cols):
+def store_turned(words_ptr, word, quad, col, room, num_cols, stride=None):
     """Write words of four rows each, quad [Q, 1] from 0 on, to a transposed tensor with `room` rows side by side, a
-    multiple of 16, so that a thread writes 16 rows at once."""
+    multiple of 16, so that a thread writes 16 rows at once. stride: how many rows lie side by side there, a multiple of
+    16 too; None: `room`."""
     quads = room // 16 * 4
+    apart = quads if stride is None else stride // 16 * 4
     mask = tl.trans((quad < quads) & (col < num_cols))
-    tl.store(words_ptr + tl.trans(col) * quads + tl.trans(quad), tl.trans(word), mask=mask)
+    tl.store(words_ptr + tl.trans(col) * apart + tl.trans(quad), tl.trans(word), mask=mask)
 
 
 @triton.jit

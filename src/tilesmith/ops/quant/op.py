@@ -65,6 +65,12 @@ def _fake_cast(x: Tensor, bound: Tensor, amax: Tensor, format: str, rows: bool, 
     return *like8(x, format, rows, columns), _one(x)
 
 
+def _fake_cast_pair(first: Tensor, second: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    m, n = first.shape
+    made = (first.new_empty(shape, dtype=FORMATS[format]) for shape in ((2 * m, n), (n, 2 * m)))
+    return *made, _one(first)
+
+
 def _fake_transpose(x8: Tensor) -> Tensor:
     return x8.new_empty(x8.shape[-1], rounded_up(count_of(x8)))
 
@@ -162,6 +168,15 @@ def _check_cast(
     _single("fp8_cast", "bound", bound, x)
     _single("fp8_cast", "amax", amax, x)
     _format("fp8_cast", format)
+
+
+def _check_cast_pair(first: Tensor, second: Tensor, format: str = "e4m3") -> None:
+    op = "fp8_cast_pair"
+    _floating(op, "first", first)
+    if first.ndim != 2 or first.shape[0] % 16:
+        raise ValueError(f"{op}: first has shape {tuple(first.shape)}; it must be [M, N], M a multiple of 16")
+    _alike(op, "second", second, "first", first)
+    _format(op, format)
 
 
 def _check_transpose(x8: Tensor) -> None:
@@ -307,6 +322,13 @@ fp8_cast = Op(
     outputs=("x8", "x8_t", "factor"),
     check=_check_cast,
     mutates=("amax",),
+    kernels=TRITON,
+)
+fp8_cast_pair = Op(
+    reference.fp8_cast_pair,
+    fake=_fake_cast_pair,
+    outputs=("x8", "x8_t", "factor"),
+    check=_check_cast_pair,
     kernels=TRITON,
 )
 fp8_transpose = Op(

@@ -48,6 +48,22 @@ def fp8_cast(
     return *both(cast(values, format), rows, columns), factor.to(torch.float32)
 
 
+def fp8_cast_pair(first: Tensor, second: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor, Tensor]:
+    """Two matrices in 8 bits as if one were on top of the other, by one factor: (x8, x8_t, factor).
+
+    first, second: [M, N], floating, M a multiple of 16. The factor is that of their largest absolute element, as
+    `fp8_cast` has it. Returns x8 [2M, N] and x8_t [N, 2M], it transposed, both contiguous; factor fp32 [1]. Raises
+    TypeError for other dtypes and for two; ValueError for other shapes, devices and formats, and for tensors that
+    require a gradient.
+    """
+    bound = torch.maximum(fp8_amax(first), fp8_amax(second))
+    *halves, factors = zip(*(fp8_cast(x, bound, bound.clone(), format, True, True) for x in (first, second)))
+    # as bytes, which PyTorch can concatenate in each of its versions
+    as_bytes = (torch.cat([t.view(torch.uint8) for t in half], dim) for dim, half in enumerate(halves))
+    x8, x8_t = (whole.view(half[0].dtype) for whole, half in zip(as_bytes, halves))
+    return x8, x8_t, factors[0]
+
+
 def fp8_transpose(x8: Tensor) -> Tensor:
     """x8 [..., N] in 8 bits as [N, M16], M16 its rows rounded up to a multiple of 16; the added columns are 0."""
     return both(x8, False, True)[1]

@@ -80,11 +80,12 @@ def tile_of(room, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, 
 
 @triton.jit
 def _cast_turned_kernel(
-    x_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr, num_rows, num_cols, x_row, room,
+    x_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr, num_rows, num_cols, x_row, room, stride,
     E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     BANDS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the format."""
+    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the format.
+    stride: see `store_turned`."""
     block_row, block_col = tile_of(room, num_cols, BLOCK_ROWS, BLOCK_COLS, BANDS)
     quad = block_row * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
     col = block_col * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -98,7 +99,7 @@ def _cast_turned_kernel(
     y0, y1, y2, y3 = scaled_rows(x0, x1, x2, x3, inverse, E5M2, SATURATES)
     if x8_ptr is not None:
         store_rows(x8_ptr + row * num_cols + col, y0, y1, y2, y3, inside, row, num_rows, num_cols)
-    store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols)
+    store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols, stride)
     raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
 
 
@@ -307,7 +308,8 @@ class TileConfig(NamedTuple):
 
 
 class BlockConfig(NamedTuple):
-    """num_warps, max_registers: of a program, of a thread. bands: as of `TileConfig`."""
+    """num_warps: of a program. max_registers: of a thread, see `registers`; 0 is 128 where factors run along rows and
+    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`."""
 
     num_warps: int
     max_registers: int
@@ -325,7 +327,7 @@ class AmaxConfig(NamedTuple):
 def rejects(call) -> list[str]:
     """Why a cast is not for this device or dtype."""
     reasons = []
-    x = next(getattr(call, name) for name in ("x", "x8", "gate", "weight") if hasattr(call, name))
+    x = next(getattr(call, name) for name in ("x", "x8", "gate", "weight", "first") if hasattr(call, name))
     if x.dtype == torch.float64:
         reasons.append("the tensors are float64; this kernel computes in float32")
     if call.arch.kind == "cuda" and call.arch.capability < (8, 9):
@@ -350,7 +352,7 @@ def _row_default(dims, arch, dtype) -> RowConfig:
 
 
 def _block_default(dims, arch, dtype) -> BlockConfig:
-    return BlockConfig(8, 128, 8)  # two CTAs on a multiprocessor; three, at 80 registers, spill and are slower
+    return BlockConfig(8, 0, 8)  # three CTAs of both layouts, at 80 registers, are slower than two
 
 
 TILE_SPACE = Space(
@@ -370,7 +372,7 @@ ROW_SPACE = Space(
 BLOCK_SPACE = Space(
     default=_block_default,
     dims=_tile_dims,
-    choices={"num_warps": (8, 16), "max_registers": (64, 80, 128), "bands": (1, 8)},
+    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8)},
 )
 AMAX_SPACE = Space(
     default=lambda dims, arch, dtype: AmaxConfig(8192 // dtype.itemsize * 2, 8, 4 * max(1, arch.sms)),
@@ -382,7 +384,7 @@ AMAX_SPACE = Space(
 def tile_rejects(call) -> list[str]:
     """Why a cast by two-dimensional tiles is not for this device or dtype."""
     reasons = rejects(call)
-    x = next(getattr(call, name) for name in ("x", "gate", "weight") if hasattr(call, name))
+    x = next(getattr(call, name) for name in ("x", "gate", "weight", "first") if hasattr(call, name))
     if x.dtype == torch.float32 and call.arch.kind != "cpu":
         # H200, Triton 3.6: some elements of float32 tiles are not their rounded values; the cause is not known
         reasons.append("the tensors are float32; on a GPU this kernel is right for 16-bit tensors only")
@@ -394,12 +396,16 @@ def tile_rejects(call) -> list[str]:
 def fp8_amax(x: Tensor, *, config: AmaxConfig) -> Tensor:
     amax = x.new_zeros(1, dtype=torch.float32)
     if x.numel():
-        programs = min(config.programs, cdiv(x.numel(), config.block))
-        launch(
-            _amax_kernel, (programs,), x.contiguous(), amax, x.numel(),
-            BLOCK_SIZE=config.block, num_warps=config.num_warps,
-        )  # fmt: skip
+        _raise_amax(amax, x, config)
     return amax
+
+
+def _raise_amax(amax: Tensor, x: Tensor, config: AmaxConfig) -> None:
+    """amax [1] becomes the larger of itself and max |x|."""
+    programs = min(config.programs, cdiv(x.numel(), config.block))
+    launch(
+        _amax_kernel, (programs,), x.contiguous(), amax, x.numel(), BLOCK_SIZE=config.block, num_warps=config.num_warps
+    )
 
 
 @register_kernel("fp8_cast", backend="triton", rank=20, rejects=tile_rejects)
@@ -427,10 +433,35 @@ def fp8_cast(
     if columns:
         launch(
             _cast_turned_kernel, grid, flat, bound, amax, x8 if rows else None, x8_t, words(x8_t), factor,
-            *sizes, room if cols else 0, BANDS=config.bands, num_warps=num_warps, **how,
+            *sizes, room if cols else 0, None, BANDS=config.bands, num_warps=num_warps, **how,
         )  # fmt: skip
     else:
         launch(_cast_kernel, grid, flat, bound, amax, x8 if rows else None, factor, *sizes, num_warps=num_warps, **how)
+    return x8, x8_t, factor
+
+
+@register_kernel("fp8_cast_pair", backend="triton", rank=20, rejects=tile_rejects)
+@optimize_kernel(space=TILE_SPACE)
+def fp8_cast_pair(
+    first: Tensor, second: Tensor, format: str = "e4m3", *, config: TileConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    count, cols = first.shape
+    x8, x8_t = (first.new_empty(shape, dtype=FORMATS[format]) for shape in ((2 * count, cols), (cols, 2 * count)))
+    amax, factor = first.new_zeros(1, dtype=torch.float32), first.new_ones(1, dtype=torch.float32)
+    if first.numel():
+        arch = arch_of(first.device)
+        for x in (first, second):
+            _raise_amax(amax, x, AMAX_SPACE.default({}, arch, x.dtype))
+        block_rows, block_cols, num_warps = _tile(count, cols, config, True)
+        turned = words(x8_t)
+        for half, x in enumerate((first, second)):
+            flat = rows(x)
+            launch(
+                _cast_turned_kernel, (cdiv(count, block_rows) * cdiv(cols, block_cols),), flat, amax, amax,
+                x8[half * count :], x8, turned[:, half * count // 4 :], factor, count, cols, flat.stride(0), count,
+                2 * count, E5M2=format == "e5m2", SATURATES=saturates(x), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+                BANDS=config.bands, num_warps=num_warps,
+            )  # fmt: skip
     return x8, x8_t, factor
 
 
@@ -441,8 +472,9 @@ def words(x8_t: Tensor) -> Tensor:
 
 def registers(x: Tensor, most: int) -> dict[str, int]:
     """Launch options that hold a kernel to `most` registers a thread on NVIDIA, so that more than one CTA is resident
-    on a multiprocessor while another loads or stores."""
-    return {"maxnreg": most} if saturates(x) else {}
+    on a multiprocessor while another loads or stores. 0 leaves it to ptxas: a limit above what it would take makes it
+    take more."""
+    return {"maxnreg": most} if most and saturates(x) else {}
 
 
 def saturates(x: Tensor) -> bool:
@@ -536,7 +568,8 @@ def fp8_cast_blocks(
         turned = (words(x8_t), factor_t) if columns else (None, None)
         how = {
             "E5M2": format == "e5m2", "SATURATES": saturates(x), "BLOCK_SIZE": BLOCK, "BANDS": config.bands,
-            "num_warps": config.num_warps, **registers(x, config.max_registers),
+            "num_warps": config.num_warps,
+            **registers(x, config.max_registers or (128 if rows and columns and not square else 0)),
         }  # fmt: skip
         if not square and _in_pairs(x):
             plain = (x8.view(torch.int16), factor) if rows else (None, None)

@@ -26,7 +26,6 @@ from tilesmith.ops.quant.op import rounded_up
 from tilesmith.ops.quant.reference import FORMATS
 from tilesmith.ops.quant.triton.cast import (
     RowConfig,
-    TileConfig,
     load_rows,
     registers,
     rejects,
@@ -45,19 +44,21 @@ MAX_COLS = 16_384
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bound_ptr, amax_ptr, y_ptr, s_ptr, y8_ptr, factor_ptr, rstd_ptr,
     num_rows, num_cols, x_row, residual_row, eps, offset,
-    LLAMA: tl.constexpr, E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    LLAMA: tl.constexpr, E5M2: tl.constexpr, SATURATES: tl.constexpr, EVEN: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows a program, in registers. residual_ptr, s_ptr: None without an addition.
+    """Whole rows a program, in registers. residual_ptr, s_ptr: None without an addition. EVEN: num_cols == BLOCK_COLS.
 
-    What is loaded beside x is asked for with it: no load passes the barriers of the sum.
+    WEIGHT_FIRST: the weight is asked for with the row, since no load passes the barriers of the sum; else behind the
+    sum, which leaves its registers to more CTAs.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)
-    inside = (row < num_rows) & (lane < num_cols)[None, :]
+    lane_inside = tl.full([BLOCK_COLS], True, tl.int1) if EVEN else lane < num_cols
+    inside = (row < num_rows) & lane_inside[None, :]
     x = tl.load(x_ptr + row * x_row + lane[None, :], mask=inside, other=0.0)
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + lane, mask=lane < num_cols, other=0.0)
+    if weight_ptr is not None and WEIGHT_FIRST:
+        weight = tl.load(weight_ptr + lane, mask=lane_inside, other=0.0)
     factor, inverse = load_factor(bound_ptr, E5M2)
     seen = seen_at(amax_ptr)
     x = widened(x, SATURATES)
@@ -74,6 +75,8 @@ def _norm_kernel(
     if LLAMA:
         y = widened(narrowed(y, y_ptr, SATURATES), SATURATES)
     if weight_ptr is not None:
+        if not WEIGHT_FIRST:
+            weight = tl.load(weight_ptr + lane, mask=lane_inside, other=0.0)
         weight = widened(weight, SATURATES) + offset
         if LLAMA and weight_ptr.dtype == y_ptr.dtype:
             weight = weight.to(weight_ptr.dtype.element_ty).to(tl.float32)
@@ -179,11 +182,24 @@ def _swiglu_vjp_kernel(
     raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
 
 
+class GradientConfig(NamedTuple):
+    """block_rows, block_cols, num_warps, bands: as of `TileConfig`. max_registers: of a thread, see `registers`."""
+
+    block_rows: int
+    block_cols: int
+    num_warps: int
+    bands: int
+    max_registers: int
+
+
 class NormConfig(NamedTuple):
-    """tile: elements that a program holds, in whole rows (at least one)."""
+    """tile: elements that a program holds, in whole rows (at least one). max_registers: of a thread, see `registers`.
+    weight_first: the weight is loaded with the row, not behind its sum."""
 
     tile: int
     num_warps: int
+    max_registers: int
+    weight_first: bool
 
 
 def _norm_rejects(call) -> list[str]:
@@ -198,23 +214,37 @@ def _norm_dims(x, *rest) -> dict[str, int]:
 
 
 def _norm_default(dims, arch, dtype) -> NormConfig:
+    """Up to 4,096 columns a thread has 16 numbers, and without the weight 32 registers: 64 warps are resident on a
+    multiprocessor, and one row's weight arrives while others are summed. Beyond, two to four rows are, which wait for
+    whatever is loaded behind the sum; 64 registers hold row and weight of 16-bit numbers."""
     width = next_power_of_2(dims["cols"])
-    return NormConfig(2048, 4 if width <= 2048 else 8 if width <= 8192 else 16)
+    if width <= 4096:
+        return NormConfig(2048, 4 if width <= 2048 else 8, 0, False)
+    return NormConfig(2048, 8 if width <= 8192 else 16, 64 if dtype.itemsize == 2 else 0, True)
 
 
 NORM_SPACE = Space(
-    default=_norm_default, dims=_norm_dims, choices={"tile": (2048, 4096, 8192), "num_warps": (4, 8, 16)}
-)
+    default=_norm_default,
+    dims=_norm_dims,
+    choices={
+        "tile": (2048, 4096, 8192), "num_warps": (4, 8, 16), "max_registers": (0, 40, 64),
+        "weight_first": (False, True),
+    },
+)  # fmt: skip
 GATE_SPACE = Space(
     default=lambda dims, arch, dtype: RowConfig(1, 4096, 4),
     dims=_norm_dims,
     choices={"block_rows": (1, 2), "block_cols": (1024, 2048, 4096), "num_warps": (4, 8)},
 )
 VJP_SPACE = Space(
-    default=lambda dims, arch, dtype: TileConfig(128, 64, 8, 8),
+    # 112 registers, two CTAs; a limit of 96 allows no third and spills
+    default=lambda dims, arch, dtype: GradientConfig(128, 64, 8, 8, 0),
     dims=_norm_dims,
-    choices={"block_rows": (64, 128), "block_cols": (32, 64, 128), "num_warps": (4, 8), "bands": (1, 8)},
-)
+    choices={
+        "block_rows": (64, 128), "block_cols": (32, 64, 128), "num_warps": (4, 8), "bands": (1, 8),
+        "max_registers": (0, 64, 96),
+    },
+)  # fmt: skip
 
 
 def _norm(x, residual, weight, bound, amax, eps, offset, casting, format, config: NormConfig):
@@ -229,8 +259,9 @@ def _norm(x, residual, weight, bound, amax, eps, offset, casting, format, config
     launch(
         _norm_kernel, (max(1, cdiv(count, block_rows)),), x2, residual2, dense(weight), bound, amax, y, s, y8, factor,
         rstd, count, cols, x2.stride(0), 0 if residual2 is None else residual2.stride(0), eps, offset,
-        LLAMA=casting == "llama", E5M2=format == "e5m2", SATURATES=saturates(x), BLOCK_ROWS=block_rows,
-        BLOCK_COLS=width, num_warps=config.num_warps, **registers(x, 64 if config.num_warps > 8 else 128),
+        LLAMA=casting == "llama", E5M2=format == "e5m2", SATURATES=saturates(x), EVEN=cols == width,
+        WEIGHT_FIRST=config.weight_first, BLOCK_ROWS=block_rows, BLOCK_COLS=width, num_warps=config.num_warps,
+        **registers(x, config.max_registers),
     )  # fmt: skip
     return y, s, y8, factor, rstd
 
@@ -303,7 +334,7 @@ def swiglu_vjp_fp8(
     format: str = "e5m2",
     h_format: str = "e4m3",
     *,
-    config: TileConfig,
+    config: GradientConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dh2, gate2, up2 = rows(dh), rows(gate), rows(up)
     count, cols = gate2.shape
@@ -318,6 +349,7 @@ def swiglu_vjp_fp8(
         dh2, gate2, up2, bound, amax, h_factor, d8, h8_t, words(d8_t), words(h8_t), factor,
         count if cols else 0, max(1, cols), dh2.stride(0), gate2.stride(0), up2.stride(0), room if cols else 0,
         E5M2=format == "e5m2", H_E5M2=h_format == "e5m2", SATURATES=saturates(gate), BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols, BANDS=config.bands, num_warps=config.num_warps, **registers(gate, 96),
+        BLOCK_COLS=block_cols, BANDS=config.bands, num_warps=config.num_warps,
+        **registers(gate, config.max_registers),
     )  # fmt: skip
     return d8, d8_t, h8_t, factor
