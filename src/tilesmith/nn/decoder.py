@@ -18,6 +18,7 @@ from tilesmith.engine.argument_checks import (
     probability,
     readable,
     size,
+    suggesting,
     tensor,
 )
 from tilesmith.nn.attention import Attention, SharedSequence, check_sequence
@@ -28,6 +29,7 @@ from tilesmith.nn.norm import CASTINGS, RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
 
 
+@suggesting
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and options of a `Decoder`; the classes that use them explain them: `Attention`, `GatedMLP`, `RMSNorm`,
