@@ -491,6 +491,15 @@ def test_bad_input_is_refused_in_words():
     assert tilesmith.undo(model) is model and optimize(model) is model
 
 
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_tile_is_refused_where_no_mlp_is_gated(family):
+    """`tile_tokens` would have no effect."""
+    model = made(family)
+    with pytest.raises(ValueError, match=r"tile_tokens is 8, but (GPT2|Mixtral)\w+ has no gated MLP.*leave it out"):
+        fit_sequence(model, TOKENS, tile_tokens=8)
+    assert fit_sequence(model, TOKENS).tiled == 0
+
+
 def test_a_shelf_gives_back_what_it_was_given():
     shelf = Shelf(torch.device("cpu"))
     keeper = Keeper(Keep(host=True), shelf)
