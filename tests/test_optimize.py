@@ -532,3 +532,67 @@ def test_continuous_batching(attention):
     manager.stop(block=True)
     assert model.config._attn_implementation == attention
     assert generated() == wanted
+
+
+def _wrapped(module, ran):
+    """Replace the forward of a module on the instance, as accelerate's hooks do."""
+    forward = module.forward
+
+    def outer(*args, **kwargs):
+        ran.append(module)
+        return forward(*args, **kwargs)
+
+    module.forward = outer
+
+
+def test_a_forward_replaced_on_the_instance_is_named_and_not_run():
+    """It may move weights, and would run the module itself on the inputs of a probe."""
+    model, ran = build("llama"), []
+    layer = model.model.layers[0]
+    parts = layer.mlp, layer.mlp.act_fn, layer.input_layernorm, layer.self_attn
+    for part in parts:
+        _wrapped(part, ran)
+    ids = torch.arange(6)[None]
+    wanted, ran[:] = model(input_ids=ids).logits, []
+    optimize(model)
+    assert not ran
+    reasons = {(r.rule, r.fqn): r.reason for r in model.tilesmith_report.wanted}
+    for rule, name in (
+        ("mlp", "mlp"),
+        ("activation", "mlp.act_fn"),
+        ("norm", "input_layernorm"),
+        ("rope", "self_attn"),
+    ):
+        assert "its forward was replaced on the instance" in reasons[rule, f"model.layers.0.{name}"]
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+    assert {id(part) for part in ran} == {id(part) for part in parts}
+
+
+def test_an_mlp_with_a_replaced_activation_still_calls_it():
+    model, ran = build("llama"), []
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn.forward = lambda x: (ran.append(mlp), torch.relu(x))[1]
+    x = torch.randn(2, 5, 64)
+    wanted, ran[:] = mlp(x), []
+    optimize(model)
+    torch.testing.assert_close(mlp(x), wanted)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_replaced_forward_of_the_angles_is_asked_for_their_layout(turned):
+    """It stays in the model, so what it returns counts and not what its class would: here each angle twice in a row."""
+    model, ran = build("llama"), []
+    rotary = model.model.rotary_emb
+    _wrapped(rotary, ran)
+    if turned:
+        made = rotary.forward
+        rotary.forward = lambda x, position_ids: tuple(
+            table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in made(x, position_ids)
+        )
+    ids = torch.arange(6)[None]
+    wanted = model(input_ids=ids).logits
+    optimize(model)
+    replaced = {row.fqn for row in model.tilesmith_report.replaced if row.rule == "rope"}
+    assert ran and ("model.layers.0.self_attn" in replaced) is not turned
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted)
