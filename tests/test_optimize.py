@@ -5,6 +5,8 @@ import copy
 import functools
 import importlib
 import inspect
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -596,3 +598,38 @@ def test_a_replaced_forward_of_the_angles_is_asked_for_their_layout(turned):
     replaced = {row.fqn for row in model.tilesmith_report.replaced if row.rule == "rope"}
     assert ran and ("model.layers.0.self_attn" in replaced) is not turned
     torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+
+
+_LOADED = """
+import sys, torch
+model, ids = torch.load(sys.argv[1], weights_only=False)
+torch.testing.assert_close(model(ids)[0], torch.load(sys.argv[2]))
+print(model.config._attn_implementation)
+"""
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_an_inner_model_is_saved_and_undone_by_itself(undone, tmp_path):
+    """Another process knows our attention only by what it loads, and an undone model does not ask for it."""
+    before = build("llama").config._attn_implementation
+    inner, ids = optimize(build("llama")).model.eval(), torch.arange(6)[None]
+    inner = undo(copy.deepcopy(inner)) if undone else inner
+    torch.save((inner, ids), tmp_path / "model.pt")
+    torch.save(inner(ids)[0].detach(), tmp_path / "out.pt")
+    command = [sys.executable, "-c", _LOADED, tmp_path / "model.pt", tmp_path / "out.pt"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (before if undone else "tilesmith")
+
+
+def test_undo_of_an_inner_model_gives_the_model_its_attention_back_and_the_report_says_so():
+    model, ids = build("llama").eval(), torch.arange(6)[None]
+    before, wanted = model.config._attn_implementation, model(ids).logits
+    optimize(model)
+    undo(model.model)
+    assert model.config._attn_implementation == before
+    row = next(row for row in optimize(model).tilesmith_report.rows if (row.rule, row.fqn) == ("attention", ""))
+    assert row.action == "skipped" and f"its attention was set to {before} after it was optimized" in row.reason
+    torch.testing.assert_close(model(ids).logits, wanted)
+    assert optimize(undo(model)).config._attn_implementation == "tilesmith"
+    torch.testing.assert_close(model(ids).logits, wanted)
