@@ -5,6 +5,7 @@ import contextlib
 import copy
 import datetime
 import gc
+import pickle
 import types
 import weakref
 
@@ -294,6 +295,30 @@ def check_layers(mesh):
     with pytest.raises(ValueError, match=f"is 3, but torch.distributed has {size} ranks; give device_mesh"):
         ContextParallelAttention(16, 4, 3)
     assert ContextParallelAttention(16, 4, 1).ring.size == 1
+
+
+def check_copies_of_layers(mesh):
+    """Copies are of the same ranks, before and after a call. A DeviceMesh is pickled; the others say what to do."""
+    from tilesmith.attention.context_parallel import ContextParallelAttention
+    from tilesmith.attention.ring import RingAttentionLayer
+
+    x, size = torch.randn(1, 4, 16), mesh.size()
+    rings = [RingAttentionLayer(16, 4, device="cpu", group=g) for g in (mesh, mesh.get_group(), ring_of(mesh))]
+    for layer in (*rings, ContextParallelAttention(16, 4, size, mesh), ContextParallelAttention(16, 4, size)):
+        for expected in (None, layer(x)):
+            twin = copy.deepcopy(layer)
+            torch.testing.assert_close(twin(x), layer(x) if expected is None else expected)
+        if layer is rings[0]:
+            torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), expected)
+            continue
+        with pytest.raises(
+            TypeError, match="ProcessGroupRing: it cannot be pickled, .* save the state_dict of the layer"
+        ):
+            pickle.dumps(layer)
+    sequence = SharedSequence(16, mesh)
+    assert copy.deepcopy(sequence).ring is sequence.ring
+    with pytest.raises(TypeError, match="ProcessGroupRing: it cannot be pickled"):
+        pickle.dumps(sequence)
 
 
 def check_layers_in_mode_hybrid(mesh):

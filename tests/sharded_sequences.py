@@ -2,6 +2,8 @@
 attention inside. Run by test_context_parallel.py."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -177,6 +179,51 @@ def check_copies_of_a_sharded_model(mesh):
     assert twin(ids).logits.shape[1] == 12 > model(ids).logits.shape[1]
     model_sharding(model).remove()
     assert model(ids).logits.shape[1] == 12
+
+
+def check_what_a_sharded_model_may_not_be(mesh):
+    """It is saved by its state dict: a pickle says so, as a process group is of one process."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import model_sharding, shard_sequence
+
+    ids = torch.randint(VOCABULARY, (1, 12))
+    model = build("llama")
+    expected = model(ids).logits
+    shard_sequence(model, mesh)
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled, .*state_dict\(\), or call .*remove\(\) first"):
+            save(model)
+    sharding = model_sharding(model)
+    sharding.remove()
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(ids).logits, expected)
+    del model
+    sharding.remove()  # of a model that is gone
+
+
+def check_undo_of_a_sharded_model(mesh):
+    """In both orders the model asks for the attention from before `optimize`, and so do copies."""
+    pytest.importorskip("transformers")
+    from optimize_models import build
+    from tilesmith.models import model_sharding, optimize, shard_sequence, undo
+
+    before = build("llama").config._attn_implementation
+    for optimized in (lambda model: model, lambda model: model.model):  # the whole model, or the one within
+        for copied in (False, True):
+            for first, second in ((undo, _removed), (_removed, undo)):
+                model = build("llama")
+                optimize(optimized(model))
+                shard_sequence(model, mesh)
+                model = copy.deepcopy(model) if copied else model
+                second(first(model))
+                assert model_sharding(model) is None and model.config._attn_implementation == before
+
+
+def _removed(model):
+    from tilesmith.models import model_sharding
+
+    model_sharding(model).remove()
+    return model
 
 
 def check_models_in_mode_hybrid(mesh):

@@ -317,6 +317,7 @@ def test_without_calibration_widths_are_uniform_and_it_says_so(caplog):
     stats = packed.get_precision_stats()
     assert stats.strategy == "uniform" and "none was given" in stats.fallback and "none was given" in str(stats)
     assert stats.fallback in caplog.text
+    assert max(map(len, str(stats).splitlines())) <= 120 and stats.fallback in " ".join(str(stats).split())
     assert stats.memory_savings_ratio >= 0.4
 
 

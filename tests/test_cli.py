@@ -485,6 +485,29 @@ def test_optimize_reports_without_weights(config):
     assert {row["action"] for row in json.loads(output)} == {"replaced", "skipped"}
 
 
+@pytest.mark.parametrize("full", [(), ("--full",)])
+def test_reports_keep_to_a_narrow_terminal(config, full, monkeypatch):
+    code, wide = run("optimize", config, "--dry-run", *full)
+    monkeypatch.setattr(output.console, "width", 60)
+    code, told = run("optimize", config, "--dry-run", *full)
+    assert code == 0 and told.split() == wide.split()
+    assert max(map(len, wide.splitlines())) > 60 >= max(map(len, told.splitlines()))
+
+
+def test_the_doctor_says_problems_as_they_are(monkeypatch):
+    """In lines of the terminal's width, and with what rich would take for markup."""
+    from tilesmith.cli import doctor
+
+    found = doctor.examine("cpu") | {
+        "problems": ["rms_norm is pinned to 'triton', which takes x of [batch, tokens] " * 2]
+    }
+    monkeypatch.setattr(doctor, "examine", lambda device: found)
+    monkeypatch.setattr(output.console, "width", 60)
+    code, told = run("doctor")
+    assert code == 1 and max(map(len, told.splitlines())) <= 60
+    assert " ".join(told.split()).endswith("! " + " ".join(found["problems"][0].split()))
+
+
 def test_optimize_measures_before_and_after(config):
     code, output = run("optimize", config, "--device", "cpu", "--tokens", "16", "--rounds", "5")
     assert code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -39,6 +40,14 @@ def _layer(**options):
     return HardwareAbstractionLayer([CPU], **options)
 
 
+def _draws_its_layers(model):
+    """Whether training compares a number that it drew even where no layer is dropped, as Whisper of transformers 5.17
+    does: fake tensors have no such number, and some batch sizes are run instead."""
+    encoder = getattr(getattr(model, "model", None), "encoder", None)
+    source = "" if encoder is None else inspect.getsource(inspect.unwrap(type(encoder).forward))
+    return "torch.rand([])" in source and "self.layerdrop > 0" not in source
+
+
 @pytest.mark.parametrize("kind", KNOWN)
 def test_estimates_meet_what_is_measured(kind):
     """The bar on a GPU is 7 %, with more rows in the estimate than in the run that calibrates it."""
@@ -46,7 +55,7 @@ def test_estimates_meet_what_is_measured(kind):
     model = KNOWN[kind]()
     hal = _layer()
     estimate = hal.memory_estimate(model, 6, sequence_length=32)
-    assert estimate.calibrated and estimate.probes == 1
+    assert estimate.calibrated and estimate.probes == (3 if _draws_its_layers(model) else 1)
     given = sample_of(model, tokens=32)
     measured = probe(model, given, 6, backward=True, device=CPU).peak
     assert estimate.step == pytest.approx(measured, rel=0.07)
@@ -54,7 +63,7 @@ def test_estimates_meet_what_is_measured(kind):
         {p.data_ptr(): p.nbytes for p in (*model.parameters(), *model.buffers())}.values()
     )
     assert hal.estimate_memory_usage(model, 6, sequence_length=32) == estimate.total / 1e9
-    assert hal.memory_estimate(model, 12, sequence_length=32).probes == 1  # the run is remembered
+    assert hal.memory_estimate(model, 12, sequence_length=32).probes == estimate.probes  # the runs are remembered
     inference = hal.memory_estimate(model, 6, sequence_length=32, training=False)
     assert inference.total < estimate.total and inference.optimizer_state == inference.gradients == 0
 
@@ -84,12 +93,12 @@ class _ByValue(nn.Module):
         return self.inner(x[x[:, 0].abs() > -1.0])
 
 
-def test_models_that_fake_tensors_do_not_get_through_are_run_twice():
+def test_models_that_fake_tensors_do_not_get_through_are_run_at_some_sizes():
     model, x = _ByValue(), torch.randn(4, 16)
     with pytest.raises(CannotTrace, match="Dynamic"):
         traced_peak(model, sample_of(model, x), 2, backward=True, device=CPU)
     estimate = _layer().memory_estimate(model, 8, sample=x)
-    assert estimate.probes == 2
+    assert estimate.probes == 3
     measured = probe(model, sample_of(model, x), 8, backward=True, device=CPU).peak
     assert estimate.step == pytest.approx(measured, rel=0.07)
     with pytest.raises(ValueError, match="the model does not run on fake tensors"):
@@ -168,6 +177,18 @@ def test_the_batch_is_near_the_best_that_fits(curve):
     best = max(b / time(b) for b in fitting)
     assert found.batch / time(found.batch) >= 0.9 * best
     assert all(p.fits for p in found.probes)
+
+
+def test_gradients_that_hide_activations_of_few_rows_do_not_hide_those_of_many():
+    """Where fake tensors tell nothing, one row and two take what the gradients take."""
+    blind = lambda: _costs(lambda b: 1e-3, lambda b: max(300, 100 * b), traced=lambda b: None)  # noqa: E731
+    for batch, free, ran in ((40, 10_000, (1, 2, 20)), (40, 1000, (1, 2)), (5, 10_000, (1, 2))):
+        costs = blind()
+        costs.calibrate(batch, free)
+        assert tuple(p.batch for p in costs.probes) == ran
+    costs = blind()
+    costs.calibrate(40, 10_000)
+    assert costs.step(40) == pytest.approx(4000, rel=0.07)
 
 
 def test_too_little_memory_is_said_with_the_numbers():

@@ -15,7 +15,7 @@ from optimize_models import assert_within_budget, build, checkpoint_layers, ops_
 from tilesmith import MemoryConfig, fit_sequence, ops
 from tilesmith.models import optimize, undo
 from tilesmith.models.checkpoints import Keep, Keeper, KeptForm, Shelf, checkpointed_layers, switch_of
-from tilesmith.models.layers.tiles import gated_mlps, tiled
+from tilesmith.models.layers.tiles import TiledForm, gated_mlps, tiled
 from tilesmith.models.sizing.memory_estimate import LiveBytes
 from tilesmith.models.sizing.sample_inputs import most_tokens
 from tilesmith.models.sizing.sequence_plan import PROBED
@@ -489,6 +489,25 @@ def test_bad_input_is_refused_in_words():
     with pytest.raises(ValueError, match=r"optimize: fit_sequence has planned this model"):
         optimize(model)
     assert tilesmith.undo(model) is model and optimize(model) is model
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_tile_is_refused_where_no_mlp_is_gated(family):
+    """`tile_tokens` would have no effect."""
+    model = made(family)
+    with pytest.raises(ValueError, match=r"tile_tokens is 8, but (GPT2|Mixtral)\w+ has no gated MLP.*leave it out"):
+        fit_sequence(model, TOKENS, tile_tokens=8)
+    assert fit_sequence(model, TOKENS).tiled == 0
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_an_mlp_whose_forward_was_replaced_is_not_tiled(optimized):
+    """The form would lie below that forward, and the plan count a tile that never is."""
+    model = made("llama", optimized=optimized)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = mlp.forward
+    assert fitted(model, tile=7).tiled == 1
+    assert not forms(mlp) or not isinstance(forms(mlp)[0], TiledForm)
 
 
 def test_a_shelf_gives_back_what_it_was_given():

@@ -5,6 +5,8 @@ import copy
 import functools
 import importlib
 import inspect
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -532,3 +534,102 @@ def test_continuous_batching(attention):
     manager.stop(block=True)
     assert model.config._attn_implementation == attention
     assert generated() == wanted
+
+
+def _wrapped(module, ran):
+    """Replace the forward of a module on the instance, as accelerate's hooks do."""
+    forward = module.forward
+
+    def outer(*args, **kwargs):
+        ran.append(module)
+        return forward(*args, **kwargs)
+
+    module.forward = outer
+
+
+def test_a_forward_replaced_on_the_instance_is_named_and_not_run():
+    """It may move weights, and would run the module itself on the inputs of a probe."""
+    model, ran = build("llama"), []
+    layer = model.model.layers[0]
+    parts = layer.mlp, layer.mlp.act_fn, layer.input_layernorm, layer.self_attn
+    for part in parts:
+        _wrapped(part, ran)
+    ids = torch.arange(6)[None]
+    wanted, ran[:] = model(input_ids=ids).logits, []
+    optimize(model)
+    assert not ran
+    reasons = {(r.rule, r.fqn): r.reason for r in model.tilesmith_report.wanted}
+    for rule, name in (
+        ("mlp", "mlp"),
+        ("activation", "mlp.act_fn"),
+        ("norm", "input_layernorm"),
+        ("rope", "self_attn"),
+    ):
+        assert "its forward was replaced on the instance" in reasons[rule, f"model.layers.0.{name}"]
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+    assert {id(part) for part in ran} == {id(part) for part in parts}
+
+
+def test_an_mlp_with_a_replaced_activation_still_calls_it():
+    model, ran = build("llama"), []
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn.forward = lambda x: (ran.append(mlp), torch.relu(x))[1]
+    x = torch.randn(2, 5, 64)
+    wanted, ran[:] = mlp(x), []
+    optimize(model)
+    torch.testing.assert_close(mlp(x), wanted)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_replaced_forward_of_the_angles_is_asked_for_their_layout(turned):
+    """It stays in the model, so what it returns counts and not what its class would: here each angle twice in a row."""
+    model, ran = build("llama"), []
+    rotary = model.model.rotary_emb
+    _wrapped(rotary, ran)
+    if turned:
+        made = rotary.forward
+        rotary.forward = lambda x, position_ids: tuple(
+            table[..., : table.shape[-1] // 2].repeat_interleave(2, -1) for table in made(x, position_ids)
+        )
+    ids = torch.arange(6)[None]
+    wanted = model(input_ids=ids).logits
+    optimize(model)
+    replaced = {row.fqn for row in model.tilesmith_report.replaced if row.rule == "rope"}
+    assert ran and ("model.layers.0.self_attn" in replaced) is not turned
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+
+
+_LOADED = """
+import sys, torch
+model, ids = torch.load(sys.argv[1], weights_only=False)
+torch.testing.assert_close(model(ids)[0], torch.load(sys.argv[2]))
+print(model.config._attn_implementation)
+"""
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_an_inner_model_is_saved_and_undone_by_itself(undone, tmp_path):
+    """Another process knows our attention only by what it loads, and an undone model does not ask for it."""
+    before = build("llama").config._attn_implementation
+    inner, ids = optimize(build("llama")).model.eval(), torch.arange(6)[None]
+    inner = undo(copy.deepcopy(inner)) if undone else inner
+    torch.save((inner, ids), tmp_path / "model.pt")
+    torch.save(inner(ids)[0].detach(), tmp_path / "out.pt")
+    command = [sys.executable, "-c", _LOADED, tmp_path / "model.pt", tmp_path / "out.pt"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (before if undone else "tilesmith")
+
+
+def test_undo_of_an_inner_model_gives_the_model_its_attention_back_and_the_report_says_so():
+    model, ids = build("llama").eval(), torch.arange(6)[None]
+    before, wanted = model.config._attn_implementation, model(ids).logits
+    optimize(model)
+    undo(model.model)
+    assert model.config._attn_implementation == before
+    row = next(row for row in optimize(model).tilesmith_report.rows if (row.rule, row.fqn) == ("attention", ""))
+    assert row.action == "skipped" and f"its attention was set to {before} after it was optimized" in row.reason
+    torch.testing.assert_close(model(ids).logits, wanted)
+    assert optimize(undo(model)).config._attn_implementation == "tilesmith"
+    torch.testing.assert_close(model(ids).logits, wanted)

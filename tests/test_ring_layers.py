@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesmith import ops
 from tilesmith.attention.context_parallel import ContextParallelAttention, create_context_parallel_attention
@@ -101,3 +102,33 @@ def test_a_rank_may_hold_more_tokens_than_there_are_positions(tokens, starts):
     further = SharedSequence(10, LocalRing(1))
     with pytest.raises(ValueError, match="position 9; max_positions is 9"):
         decoder(further.shard(row[:, :10].repeat(1, 2)[:, :10]), sequence=further)
+
+
+class _Maxima(TorchDispatchMode):
+    """How often the largest element of a tensor was taken."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.of, self.count = x, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.max.default and args[0] is self.of
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_decoder_asks_the_device_for_no_position_that_the_host_knows():
+    """Each forward waited for the device; positions that a caller has changed are still looked at."""
+    torch.manual_seed(0)
+    decoder, tokens = Decoder(DecoderConfig(64, 32, 48, 2, 4, max_positions=9)), torch.randint(64, (1, 8))
+    with torch.inference_mode():  # its tensors have no versions
+        sequence = SharedSequence(8, LocalRing(1))
+    with _Maxima(sequence.positions) as maxima:
+        found = decoder(tokens, sequence=sequence)
+    assert maxima.count == 0 and sequence.last_position == 7
+    torch.testing.assert_close(found, decoder(tokens))
+    sequence.positions += 1
+    assert decoder(tokens, sequence=sequence).shape == found.shape
+    for changed in (lambda: sequence.positions.add_(1), lambda: setattr(sequence, "positions", sequence.positions + 1)):
+        changed()
+        with pytest.raises(ValueError, match=r"position (9|10); max_positions is 9"):
+            decoder(tokens, sequence=sequence)

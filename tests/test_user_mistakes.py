@@ -6,6 +6,10 @@ name's refusals; this table asks more of fewer.
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ import torch
 from torch import nn as torch_nn
 
 import tilesmith
-from tilesmith import nn, ops, settings
+from tilesmith import attention, nn, ops, precision, settings
 from tilesmith.hardware import arch_named
 
 X, W, VECTOR = torch.randn(2, 5, 8), torch.randn(11, 8), torch.randn(8)
@@ -83,6 +87,12 @@ ATTENTION = [
     ("typing error", lambda: ops.attention(Q, K, K, dropout_q=0.1), "dropout_q|Did you mean 'dropout_p'?"),
     ("tensor as mask", lambda: ops.attention(Q, K, K, X > 0), "mask|Tensor|Mask(dense=...)"),
     ("tensor as score", lambda: ops.attention(Q, K, K, ops.Mask(), X), "score|Tensor|Score(bias=...)"),
+    ("field of a mask", lambda: ops.Mask(windw=3), "Mask has no argument windw (got int 3). Did you mean 'window'?"),
+    (
+        "field of a score",
+        lambda: ops.Score(softcaps=9.0, x=1),
+        "Did you mean 'softcap'?|; nor x (got int 1). Known: alibi",
+    ),
     ("causal words", lambda: ops.Mask(causal="yes"), "Mask: causal|'yes'|True or False"),
     ("causal number", lambda: ops.Mask(causal=1), "Mask: causal|got 1|True or False"),
     ("window text", lambda: ops.Mask(window="4"), "Mask: window|'4'|an int or a pair of ints (left, right)"),
@@ -264,3 +274,49 @@ def test_pins_of_the_environment_name_what_there_is(monkeypatch, pins, words):
     with pytest.raises(ValueError, match="TILESMITH_USE") as raised:
         ops._check_pins()
     assert [part for part in words.split("|") if part not in str(raised.value)] == []
+
+
+SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
+CONFIGURATIONS = [
+    (tilesmith.KernelConfig, {}, "hiden_size", "hidden_size"),
+    (tilesmith.MemoryConfig, {}, "max_memory", "max_memory_gb"),
+    (ops.Mask, {"causal": True}, "windw", "window"),
+    (ops.Score, {}, "soft_cap", "softcap"),
+    (nn.DecoderConfig, dict.fromkeys(SIZES, 8) | {"num_heads": 2}, "num_layer", "num_layers"),
+    (nn.Llama3Scaling, {}, "factr", "factor"),
+    (attention.AttentionConfig, {"d_model": 8, "num_heads": 2}, "windows", "window"),
+    (attention.FP8AttentionConfig, {}, "granularty", "granularity"),
+    (attention.FusionConfig, {}, "optimisation_level", "optimization_level"),
+    (precision.FP8Config, {}, "recipes", "recipe"),
+    (precision.PrecisionConfig, {}, "target_memory", "target_memory_reduction"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "name", "meant"), [pytest.param(*row, id=row[0].__name__) for row in CONFIGURATIONS]
+)
+def test_configurations_name_the_field_that_was_likely_meant(kind, given, name, meant):
+    made = kind(**given)
+    for make in (lambda: kind(**given, **{name: 3}), lambda: replace(made, **{name: 3})):
+        with pytest.raises(
+            TypeError, match=rf"{kind.__name__} has no argument {name} \(got int 3\). Did you mean '{meant}'"
+        ):
+            make()
+
+
+@pytest.mark.parametrize(("kind", "given"), [pytest.param(*row[:2], id=row[0].__name__) for row in CONFIGURATIONS])
+def test_configurations_stay_dataclasses(kind, given):
+    """Signature, annotations, defaults, copies and pickles are those that `dataclass` makes."""
+    made = kind(**given)
+    parameters = inspect.signature(kind).parameters
+    defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+    assert list(parameters) == [f.name for f in fields(kind)]
+    assert defaults == {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    assert kind.__init__.__qualname__ == f"{kind.__name__}.__init__"
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), replace(made)):
+        assert type(other) is kind and vars(other) == vars(made)
+
+
+def test_a_field_that_is_missing_is_still_named_by_python():
+    with pytest.raises(TypeError, match=r"AttentionConfig.__init__\(\) missing 1 required positional .* 'num_heads'"):
+        attention.AttentionConfig(8)

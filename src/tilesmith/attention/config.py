@@ -7,7 +7,7 @@ from enum import Enum
 
 from tilesmith.attention.budget import checked_block, checked_sparsity
 from tilesmith.attention.patterns import SparsePattern, refuse_softcap
-from tilesmith.engine.argument_checks import flag, number, probability, size
+from tilesmith.engine.argument_checks import flag, number, probability, size, suggesting
 
 
 class AttentionPatterns(Enum):
@@ -22,6 +22,7 @@ class AttentionPatterns(Enum):
 _SPARSE_ONLY = ("sparsity_ratio", "sparse_pattern", "block_size")
 
 
+@suggesting
 @dataclass(frozen=True)
 class AttentionConfig:
     """One self-attention layer; `create_attention` builds it.

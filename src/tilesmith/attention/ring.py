@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tilesmith import ops
 from tilesmith.distributed import Layout, context_parallel_attention, ring_of
@@ -49,7 +50,9 @@ class RingAttentionLayer(nn.Module):
         self.d_model, self.num_heads, self.max_sequence_length = d_model, num_heads, max_sequence_length
         self.group, self.mode, self.causal = group, mode, causal
         if group is not None:
-            ring_of(group)  # refuses what is no group
+            ring = ring_of(group)  # refuses what is no group
+            # a mesh can be copied and pickled, a process group neither
+            self.group = group if isinstance(group, DeviceMesh) else ring
         self.degree = None if group is None else degree_of("RingAttentionLayer", mode, group)
         if device is not None:
             device = present("RingAttentionLayer", "device", device, meta=True)

@@ -20,6 +20,7 @@ from tilesmith.cli.output import (
     messages_to_stderr,
     needs,
     print_json,
+    print_lines,
     progress,
     refuse,
     table,
@@ -157,7 +158,7 @@ def _headline(subject: Subject, device: torch.device, dtype: torch.dtype, text: 
 def _optimise(subject: Subject) -> tuple[dict[str, nn.Module], object]:
     optimised, report = subject.optimise(copy.deepcopy(subject.model))
     console.rule("What optimize(model) did", align="left")
-    console.print(report, highlight=False, markup=False, soft_wrap=True)
+    print_lines(report)
     return {ORIGINAL: subject.model, OPTIMISED: optimised}, report
 
 

@@ -32,7 +32,7 @@ def command(
         if verbose:
             _show(found)
         for problem in found["problems"]:
-            console.print(f"[yellow]![/] {problem}", highlight=False)
+            print_lines(f"! {problem}", style="yellow")
     if found["problems"]:
         raise typer.Exit(CHECK_FAILED)
 

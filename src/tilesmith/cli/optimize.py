@@ -18,6 +18,7 @@ from tilesmith.cli.output import (
     dtype_named,
     needs,
     print_json,
+    print_lines,
     refuse,
     table,
 )
@@ -69,7 +70,7 @@ def command(
         rows = json.loads(found.to_json())
         print_json(rows if dry_run else {"rows": rows, "step": _as_dict(steps)})
     else:
-        console.print(found.full() if full else str(found), highlight=False, markup=False, soft_wrap=True)
+        print_lines(found.full() if full else str(found))
         if not dry_run:
             _compare(steps, where.type)
     if not found.replaced:

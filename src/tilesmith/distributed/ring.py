@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -143,6 +143,16 @@ class ProcessGroupRing:
         self._chosen: dict[tuple[str, str], str] = {}
         self._on_gpus = "nccl" in self._backend
         self._through(_GPU if self._on_gpus else torch.device("cpu"))
+
+    def __deepcopy__(self, memo: dict) -> ProcessGroupRing:
+        """Itself: copies of a layer are of the same ranks, and process groups cannot be copied."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "ProcessGroupRing: it cannot be pickled, as its process group exists in this process only; save the "
+            "state_dict of the layer or model that holds it, and make that anew with a group"
+        )
 
     @property
     def group(self) -> dist.ProcessGroup:

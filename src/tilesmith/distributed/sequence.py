@@ -61,7 +61,16 @@ class SharedSequence:
             begins = torch.tensor(self.starts)
             document = torch.searchsorted(begins, places, right=True).clamp(max=len(begins) - 1) - 1
             places = places - begins[document]
-        self.positions = places[None].to(device)
+        with torch.inference_mode(False):  # so that a later change of them can be told
+            self.positions = places[None].to(device, copy=True)
+        self._last = self.positions, self.positions._version, int(places.max())
+
+    @property
+    def last_position(self) -> int:
+        """The largest of `positions`. The device is asked only where they are not those that were made here."""
+        made, version, last = self._last
+        same = self.positions is made and made._version == version
+        return last if same else int(self.positions.max())
 
     def shard(self, x: Tensor, fill: float = 0) -> Tensor:
         """This rank's tokens of x [B, tokens, ...]; `fill` for padding."""

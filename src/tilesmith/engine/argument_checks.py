@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 import sys
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import torch_private
-from tilesmith.engine.arguments import as_tensor, dense, shown
+from tilesmith.engine.arguments import as_tensor, dense, shown, suggestion
+from tilesmith.engine.written import written
 from tilesmith.hardware.detect import detect_available_devices
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+_T = TypeVar("_T")
+
+
+def suggesting(kind: type[_T]) -> type[_T]:
+    """Decorate a dataclass: the TypeError for a name that it has no field of says which field was likely meant.
+
+    The constructor is generated with the same parameters, since a catch-all of all arguments would cost a mask a fifth
+    of the time that it takes to make. `inspect.signature`, pickling and comparison stay what they were.
+    """
+    made = kind.__init__
+    parameters = list(inspect.signature(made).parameters.values())[1:]
+    names = [p.name for p in parameters]
+
+    def refuse(misplaced: dict[str, Any]) -> None:
+        told = "; nor ".join(f"{n} (got {shown(x)}). {suggestion(n, names)}" for n, x in misplaced.items())
+        raise TypeError(f"{kind.__name__} has no argument {told}")
+
+    given = ", ".join(n if p.default is p.empty else f"{n}=defaults[{n!r}]" for n, p in zip(names, parameters))
+    lines = ["if misplaced:", "    refuse(misplaced)", f"made(self, {', '.join(names)})"]
+    known = {"defaults": {p.name: p.default for p in parameters}, "made": made, "refuse": refuse}
+    init = written(f"__init__(self, {given}, **misplaced)", lines, f"arguments of {kind.__name__}", known)
+    kind.__init__ = functools.wraps(made)(init)
+    return kind
 
 
 def attributed_to(*inner: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

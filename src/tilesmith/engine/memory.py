@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
+from tilesmith.engine.argument_checks import suggesting
 from tilesmith.engine.torch_private import autocasts
 
 GB = 10**9
@@ -27,6 +28,7 @@ TILED = ("cuda", "xpu", "meta")
 _ACTIVE: ContextVar[tuple[MemoryConfig, ...]] = ContextVar("tilesmith_memory", default=())
 
 
+@suggesting
 @dataclass(frozen=True)
 class MemoryConfig:
     """Bounds, in GB of 10^9 bytes, for each call of `linear_cross_entropy`, `memory_efficient_linear` and

@@ -6,7 +6,7 @@ import copy
 import inspect
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,13 @@ from tilesmith.distributed.attention import degree_of
 from tilesmith.distributed.comparison import refusals_told
 from tilesmith.distributed.layout import boundaries
 from tilesmith.distributed.prepared import MODES
+from tilesmith.models.attention.chosen import ChosenForm, take_back
 from tilesmith.models.attention.interface import needs_transformers
 from tilesmith.models.attention.masks import KeyMask, _rule
 from tilesmith.models.attention.modules import computes_mask, uses_interface
 from tilesmith.models.cache_argument import CACHE_NAMES
 from tilesmith.models.sequence_probe import Habits, habits, takes_shift_labels
-from tilesmith.rewrite import original_class
+from tilesmith.rewrite import forms, original_class
 
 NAME = "tilesmith_sequence"  # among transformers' attention functions
 _BATCH = "tilesmith_batch"  # the argument that models hand through to their attention
@@ -57,16 +58,24 @@ class Sharding:
         self.seen: list[tuple[Tensor, Tensor]] | None = None  # what attention records while the model is looked at
         configs = {id(m.config): m.config for m in model.modules() if _has_config(m)}.values()
         self.implementations = [(config, config._attn_implementation) for config in configs]
+        self.before_ours = _before_ours(model)
 
     def __deepcopy__(self, memo: dict) -> Sharding:
         """That of a copied model, which lives on the same ranks: process groups cannot be copied."""
         model = memo.get(id(self.model()))
         if model is None:  # a part of it is copied
             return self
-        made = copy.copy(self)
-        made.model = weakref.ref(model)
-        made.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
+        made = object.__new__(Sharding)
+        vars(made).update(vars(self), model=weakref.ref(model))
+        for name in ("implementations", "before_ours"):
+            setattr(made, name, [(copy.deepcopy(config, memo), asked) for config, asked in getattr(self, name)])
         return made
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "shard_sequence: a sharded model cannot be pickled, as its process group exists in this process only; save "
+            "model.state_dict(), or call model_sharding(model).remove() first and shard_sequence again afterwards"
+        )
 
     def watch(self) -> list[tuple[Tensor, Tensor]]:
         """Record the queries and keys that attention gets, in a new list."""
@@ -74,13 +83,17 @@ class Sharding:
         return self.seen
 
     def remove(self) -> None:
-        """Take the hooks off and give the model its attention back."""
+        """Take the hooks off and give the model its attention back; nothing where the model is gone."""
         model = self.model()
+        if model is None:
+            return
         for module in model.modules():
             if module.__dict__.get("_tilesmith_sharding") is self:
                 del module.__dict__["_tilesmith_sharding"]
         for config, implementation in self.implementations:
             config._attn_implementation_internal = implementation
+        if not _before_ours(model):  # `undo` came first, and could not take back what was not asked for then
+            take_back(self.before_ours)
         for kind, ours in (("_forward_pre_hooks", _before), ("_forward_hooks", _after)):
             for key in [key for key, hook in getattr(model, kind).items() if hook is ours]:
                 del getattr(model, kind)[key]
@@ -107,6 +120,7 @@ def shard_sequence(
     the mean over the ranks of each parameter's gradient is the whole gradient, as data parallel wrappers (FSDP2, DDP)
     take it; "sum": their sum.
     Other terms that a model adds to its loss, such as a router's losses, are the mean of what the ranks compute.
+    A sharded model can be copied, and is saved by its `state_dict`; it cannot be pickled.
 
     The model is run on a few tokens to check that it uses positions and shifted labels as given. A model that numbers
     positions in its own way (RoBERTa; OPT after padding) needs `position_ids`.
@@ -424,6 +438,12 @@ def _parameters(kind: type) -> list[str]:
 
 def _has_config(module: nn.Module) -> bool:
     return hasattr(module.__dict__.get("config"), "_attn_implementation")
+
+
+def _before_ours(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """The configurations that `optimize` has ask for its attention, and what they asked for before."""
+    chosen = [(form, module) for module in model.modules() for form in forms(module) if isinstance(form, ChosenForm)]
+    return [pair for form, module in chosen for pair in form.ours(module)]
 
 
 def _refuse_model(model: nn.Module) -> None:

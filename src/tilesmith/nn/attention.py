@@ -20,6 +20,7 @@ class SharedSequence(Protocol):
     """A sequence whose tokens several ranks hold, as `tilesmith.distributed.SharedSequence` is one."""
 
     positions: Tensor  # of this rank's tokens in their documents, [1, T]
+    last_position: int  # the largest of them, which a decoder asks for in each forward: known on the host
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, score: ops.Score, dropout_p: float) -> Tensor:
         """`ops.attention`'s first result for this rank's queries and the keys of all ranks."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilesmith.engine.argument_checks import probability, size
+from tilesmith.engine.argument_checks import probability, size, suggesting
 
 if TYPE_CHECKING:
     from tilesmith.nn.decoder import DecoderConfig
 
 
+@suggesting
 @dataclass(frozen=True)
 class KernelConfig:
     """Sizes and dropout rates that models share; `decoder_config` turns them into the configuration of an `nn.Decoder`.

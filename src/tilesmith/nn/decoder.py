@@ -18,6 +18,7 @@ from tilesmith.engine.argument_checks import (
     probability,
     readable,
     size,
+    suggesting,
     tensor,
 )
 from tilesmith.nn.attention import Attention, SharedSequence, check_sequence
@@ -28,6 +29,7 @@ from tilesmith.nn.norm import CASTINGS, RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
 
 
+@suggesting
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and options of a `Decoder`; the classes that use them explain them: `Attention`, `GatedMLP`, `RMSNorm`,
@@ -307,8 +309,7 @@ class Decoder(nn.Module):
             _check_cache(cache, tokens, self.config.max_positions)
         check_sequence("Decoder", sequence)
         limit = self.config.max_positions
-        if sequence is not None and int(sequence.positions.max()) >= limit:
-            last = int(sequence.positions.max())
+        if sequence is not None and (last := sequence.last_position) >= limit:
             raise ValueError(f"Decoder: sequence has position {last}; max_positions is {limit}: use a shorter one")
         if sequence is None and cu_seqlens is None and tokens.shape[1] > limit:
             raise ValueError(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith import ops
-from tilesmith.engine.argument_checks import flag, number, positive, size
+from tilesmith.engine.argument_checks import flag, number, positive, size, suggesting
 
 
+@suggesting
 @dataclass(frozen=True)
 class Llama3Scaling:
     """How Llama 3.1 stretches its frequencies to contexts longer than `original_positions` (arXiv:2407.21783).

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.engine.argument_checks import suggesting
 from tilesmith.ops import Mask, Score
 
 GRANULARITIES = ("block", "head", "tensor")
 
 
+@suggesting
 @dataclass(frozen=True)
 class FP8AttentionConfig:
     """How attention quantises q, k and v to E4M3; the backward is that of `ops.attention` at the quantised values.

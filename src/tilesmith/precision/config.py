@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from tilesmith.engine.argument_checks import flag
+from tilesmith.engine.argument_checks import flag, suggesting
 
 RECIPES = ("delayed", "current", "rowwise", "blockwise")
 TENSORWISE = ("delayed", "current")
@@ -27,6 +27,7 @@ class FP8Format(Enum):
         return torch.float8_e4m3fn if self is FP8Format.E4M3 else torch.float8_e5m2
 
 
+@suggesting
 @dataclass(frozen=True)
 class FP8Config:
     """The FP8 recipe for linear layers and stacked experts.

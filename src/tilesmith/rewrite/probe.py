@@ -32,12 +32,12 @@ def shell(
 ) -> nn.Module:
     """An instance of the module's own class with its plain attributes, but only the tensors and children given here.
 
-    Hooks are left behind, and so is a child that casts to 8 bits. Others that are not given raise `Unlike` when they
-    are called.
+    Hooks are left behind, and so are a child that casts to 8 bits and a forward that was put on the instance: it would
+    run the module itself, with its weights. Others that are not given raise `Unlike` when they are called.
     """
     twin = object.__new__(original_class(type(module)))
     nn.Module.__init__(twin)
-    blank = set(twin.__dict__)
+    blank = {*twin.__dict__, "forward"}
     twin.__dict__.update({name: value for name, value in module.__dict__.items() if name not in blank})
     twin.training = module.training
     for name, old in module._parameters.items():

@@ -101,8 +101,8 @@ class Report:
         lines = [*self._summary(), "", "All modules"]
         for name, cls, rule, action, ops, reason in self._lines():
             done = f"{rule}: {action} by {ops}" if ops else f"{rule}: {action}" if rule else action
-            lines += _wrapped(f"{name} ({cls})  {done}", "  ", "    ")
-            lines += _wrapped(reason, "      ", "      ")
+            lines += wrapped(f"{name} ({cls})  {done}", "  ", "    ")
+            lines += wrapped(reason, "      ", "      ")
         return "\n".join(lines)
 
     def _summary(self) -> list[str]:
@@ -114,20 +114,20 @@ class Report:
         lines = [", ".join([*counts, f"{sum(rest.values())} have no rule"])]
         lines += self._gained()
         for effect in self.effects:
-            lines += _wrapped(effect, "  ", "    ")
+            lines += wrapped(effect, "  ", "    ")
         if self.replaced and (self.device != "meta" or any(self.calls().values())):
-            lines += _wrapped(f"Calls since optimize(): {self._ran()}", "", "  ")
+            lines += wrapped(f"Calls since optimize(): {self._ran()}", "", "  ")
         for sentence in (sentence for note in self.notes for sentence in note.told()):
-            lines += _wrapped(sentence, "  ", "    ")
+            lines += wrapped(sentence, "  ", "    ")
         for sentence in self.advice.told() if self.advice is not None else ():
-            lines += _wrapped(sentence[0].upper() + sentence[1:], "  ", "    ")
+            lines += wrapped(sentence[0].upper() + sentence[1:], "  ", "    ")
         lines += self._section("Could not be replaced", self.wanted)
         lines += self._section("Left as they are", told)
         if len(left) > len(told):
             lines.append(f"{len(left) - len(told)} more need no replacement; report.full() lists them")
         if rest:
             kinds = ", ".join(f"{cls} ×{n}" if n > 1 else cls for cls, n in rest.most_common())
-            lines += _wrapped(f"No rule for: {kinds}", "", "  ")
+            lines += wrapped(f"No rule for: {kinds}", "", "  ")
         return lines
 
     def _gained(self) -> list[str]:
@@ -139,14 +139,14 @@ class Report:
         for rule, rows in by_rule.items():
             ops = ", ".join(dict.fromkeys(op for row in rows for op in row.ops))
             classes = ", ".join(f"{cls} ×{n}" if n > 1 else cls for cls, n in Counter(r.cls for r in rows).items())
-            lines += _wrapped(f"{rule + ':':<12}{f'{ops} in ' if ops else ''}{classes}", "  ", " " * 14)
+            lines += wrapped(f"{rule + ':':<12}{f'{ops} in ' if ops else ''}{classes}", "  ", " " * 14)
         return lines
 
     def _section(self, title: str, rows: Iterable[Row]) -> list[str]:
         """Modules that a rule looked at and left, one line for each reason."""
         lines = []
         for (rule, cls, reason), names in self._folded(rows).items():
-            lines += _wrapped(f"{rule}: {_listed(names)} ({cls}): {reason}", "  ", "    ")
+            lines += wrapped(f"{rule}: {_listed(names)} ({cls}): {reason}", "  ", "    ")
         return [title, *lines] if lines else []
 
     def _ran(self) -> str:
@@ -195,5 +195,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(names).items())
 
 
-def _wrapped(text: str, first: str, more: str) -> list[str]:
+def wrapped(text: str, first: str, more: str) -> list[str]:
+    """Lines of a report, no longer than `WIDTH`; commands wrap them again where a terminal is narrower."""
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=more)

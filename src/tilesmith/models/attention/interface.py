@@ -228,7 +228,12 @@ class InnerForm(ChosenForm):
     another library."""
 
     def namespace(self, base: type) -> dict[str, Any]:
+        register_attention()  # a process may unpickle this model alone
         return {"forward": self.weighing(base.forward, within=True)}
+
+    def leave(self, module: nn.Module) -> None:
+        super().leave(module)
+        take_back(self.ours(module))  # nothing where the whole model is undone, which comes first
 
 
 def _own_configuration(model: nn.Module) -> None:
@@ -306,7 +311,11 @@ class AttentionRule(Rule):
         chosen = {implementation for _, implementation in configured} - {*_REPLACED, NAME, None}
         if chosen:
             return Skip(f"its attention was set to {', '.join(sorted(chosen))}", wanted=False)
-        form = next((f for f in forms(model) if isinstance(f, AttentionForm)), AttentionForm(tuple(configured)))
+        done = next((f for f in forms(model) if isinstance(f, AttentionForm)), None)
+        if done is not None and not done.ours(model):
+            told = f"its attention was set to {model.config._attn_implementation} after it was optimized"
+            return Skip(f"{told}; undo, then optimize, bring ours back", wanted=False)
+        form = done or AttentionForm(tuple(configured))
         told = f"attn_implementation was {form.before[0][1]}"
         if "position_ids" in inspect.signature(model.forward).parameters:
             told += f"; {_PACKED}"

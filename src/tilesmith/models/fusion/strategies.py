@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tilesmith import rewrite
-from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.argument_checks import flag, size, suggesting
 from tilesmith.engine.model_state import state_preserved
 from tilesmith.models.advice import advised
 from tilesmith.models.blocks import BlockRule, detach_block_forms, restore_block_forms
@@ -58,6 +58,7 @@ class OptimizationLevel(enum.Enum):
     AGGRESSIVE = "aggressive"
 
 
+@suggesting
 @dataclass(frozen=True)
 class FusionConfig:
     """How `create_unified_attention_fusion` fuses a model.

@@ -218,10 +218,12 @@ def angles_of(module: nn.Module) -> str:
     """The layout of the tables that a rotary module returns. Raises `Unlike`."""
     buffers = {name: probe.wave(*b.shape).abs() + 0.1 for name, b in module._buffers.items() if b is not None}
     twin = probe.shell(module, buffers=buffers)
+    # one that was put on the instance is asked itself, as it stays and makes what the attention gets
+    forward = module.__dict__.get("forward", twin.forward)
     x, positions = probe.wave(1, 3, 8), torch.arange(1, 4, device="cpu")[None]
     layouts = set()
     for kind in _kinds(module):
-        tables = probe.call(twin.forward, x, positions, *kind)
+        tables = probe.call(forward, x, positions, *kind)
         if not isinstance(tables, tuple) or [getattr(table, "ndim", None) for table in tables] != [3, 3]:
             raise Unlike("the model's rotary module does not return (cos, sin) of [batch, tokens, features]")
         # "single" comes last and fits anything, so it means that nothing repeats.

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from tilesmith.models.layers.gated_mlps import GatedMlpForm, GatedMlpRule
 from tilesmith.rewrite import Form, Replace, Site, forms
+from tilesmith.rewrite.variants import obstacle
 
 TILE = "_tilesmith_tile"  # the attribute of an instance: tokens of a tile
 
@@ -40,9 +41,12 @@ def is_tiled(module: nn.Module) -> bool:
 
 
 def gated_mlps(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model, by name, that compute a gated MLP and nothing else, optimised or not."""
+    """The modules of a model, by name, that compute a gated MLP and nothing else, optimised or not, and whose class may
+    be swapped."""
     rule, found = GatedMlpRule(), {}
     for name, module in model.named_modules():
+        if obstacle(module) is not None:
+            continue
         known = any(isinstance(form, GatedMlpForm) for form in forms(module))
         if known or isinstance(rule.match(Site(model, name, module)), Replace):
             found[name] = module

@@ -71,7 +71,7 @@ class Costs:
                 "the model does not run on fake tensors, and it was not run at two batch sizes: move it to the device "
                 "and pass calibrate=True"
             )
-        low, high = fitting[0], fitting[-1]
+        low, high = fitting[-2:]  # not the first, whose activations gradients may hide
         slope = (high.peak - low.peak) / (high.batch - low.batch)
         return max(0, int(high.peak + slope * (batch - high.batch)))
 
@@ -88,10 +88,14 @@ class Costs:
         return found.total - found.parameters - found.workspace - self.allocated_state
 
     def calibrate(self, batch: int, free: int) -> None:
-        """Run fewer rows than `batch`, or as many where that is cheap; two batches where fake tensors fail."""
+        """Run fewer rows than `batch`, or as many where that is cheap. Where fake tensors fail, run one row, two, and
+        half of `batch` if that fits even should all memory grow with the rows."""
         if self.fake(1) is None:
             for rows in (1, 2):
                 self.probes.append(self.run(rows))
+            two, half = self.probes[-1], batch // 2
+            if half > 2 and two.fits and two.peak * half // 2 <= SPARE * min(agreed(free)):
+                self.probes.append(self.run(half))
             return
         least = self.least()
         rows = max(least, batch)

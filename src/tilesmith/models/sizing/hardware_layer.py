@@ -202,8 +202,8 @@ class HardwareAbstractionLayer:
         than the model has positions; None: 512, or as many as it has if these are fewer. training: with a backward,
         before which outputs besides the loss are dropped; else under no_grad, and without an optimizer. optimizer: one
         that was made, a class, or a function from parameters to one; None: none. calibrate: run fewer rows once, where
-        the model is on the device, and scale by what that took; a model that does not run on fake tensors is run at two
-        batch sizes instead.
+        the model is on the device, and scale by what that took; a model that does not run on fake tensors is run at one
+        row, at two and, where memory allows, at half of `batch_size` instead.
 
         What was run is remembered until the model's modules, dtypes, checkpointing or frozen parameters change.
 

@@ -163,8 +163,8 @@ def fit_sequence(
     Raises:
         TypeError: an argument of another type. ValueError: no layers that transformers can checkpoint; a model whose
         inputs are not `input_ids`; more tokens than a table of positions has; blocks recorded or compiled by
-        `optimize`; parameters on several devices or on meta; another `keep`; or nothing fits, with the bytes that are
-        missing and the most tokens that would.
+        `optimize`; parameters on several devices or on meta; another `keep`; `tile_tokens` where no MLP is gated; or
+        nothing fits, with the bytes that are missing and the most tokens that would.
     """
     _check(model, tokens, batch, memory, keep, host_memory_gb, tile_tokens)
     release(model)
@@ -177,6 +177,11 @@ def fit_sequence(
         )
     total = tokens * batch
     mlps = [m for layer in layers.values() for m in gated_mlps(layer).values()]
+    if tile_tokens is not None and not mlps:
+        raise ValueError(
+            f"fit_sequence: tile_tokens is {tile_tokens}, but {original_class(type(model)).__name__} has no gated MLP, "
+            "and only these are tiled; leave it out"
+        )
     shelf = Shelf(device)
     try:
         with torch.inference_mode(False), state_preserved(model):

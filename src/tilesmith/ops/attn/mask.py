@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import flag, located, number, one_device, size, tensor
+from tilesmith.engine.argument_checks import flag, located, number, one_device, size, suggesting, tensor
 from tilesmith.ops.attn import block_lists as lists
 from tilesmith.ops.attn import checks, reference
 from tilesmith.ops.attn.visibility import visibility
@@ -46,6 +46,7 @@ class Blocks(NamedTuple):
         return cls(offsets, indices, block_q, block_k, *lists.transposed(offsets, indices, dense.shape[3]))
 
 
+@suggesting
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Which keys each query sees: those that all restrictions given here allow.
@@ -138,6 +139,7 @@ class Mask:
         return visibility(batch, heads, tokens, keys, device, **lowered)[2]
 
 
+@suggesting
 @dataclass(frozen=True, eq=False)
 class Score:
     """How scores are made from q . k.

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from tilesmith.engine.argument_checks import suggesting
+
 WIDTHS = (2, 3, 4, 6, 8)
 TILE = 16  # rows of a tile
 GROUP = 64  # columns of a tile, which share a scale and a zero point in each row
@@ -61,6 +63,7 @@ class QuantizationMode(Enum):
     STATIC = "static"
 
 
+@suggesting
 @dataclass(frozen=True)
 class PrecisionConfig:
     """The target of `create_ultra_precision_module`, and how it is reached.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilesmith.rewrite.report import wrapped
+
 
 @dataclass(frozen=True)
 class LayerPrecision:
@@ -46,11 +48,11 @@ class PrecisionStats:
     held_out: Mapping[str, float]
 
     def __str__(self) -> str:
-        """The figures in a few lines."""
+        """The figures in a few lines, as wide as the report of `optimize`."""
         lines = [
             f"{self.total_bytes / 2**20:.2f} MiB, {self.memory_savings_ratio:.1%} less than "
             f"{self.base_bytes / 2**20:.2f}; {self.bits_per_weight:.2f} bits a packed weight, {self.strategy} widths",
         ]
-        lines += [self.fallback] if self.fallback else []
+        lines += wrapped(self.fallback, "", "  ")
         lines += [f"{name}: loss {loss:.6g} on held-out batches" for name, loss in self.held_out.items()]
         return "\n".join(lines)
