@@ -27,3 +27,6 @@ ops.Mask(causl=True)  # error
 tilesmith.nn.RMSNrm(8)  # error
 tilesmith.MemoryConfig(max_memory=1)  # error
 tilesmith.explain(x)  # error
+tilesmith.hardware.arch_named(90)  # error
+tilesmith.codegen.biuld(x)  # error
+step: str = tilesmith.nn.FusedLinearGRPOLoss().forward(x, x, x, x, x)  # error

@@ -170,9 +170,11 @@ _PRINTERS = ("cuda", "metal", "spirv", "wgsl")
 _LAZY = {"interpret": "interpreter", "Fault": "interpreter", "to_json": "serial", "from_json": "serial"}
 
 
-def __getattr__(name: str):
-    if name in _LAZY:
-        return resolved(f"tilesmith.codegen.{_LAZY[name]}", name)
-    if name in _PRINTERS:
-        return imported(f"tilesmith.codegen.{name}")
-    raise absent(__name__, name, [*__all__, *_PRINTERS])
+if not TYPE_CHECKING:  # type checkers would take it for a promise that there is every name
+
+    def __getattr__(name: str):
+        if name in _LAZY:
+            return resolved(f"tilesmith.codegen.{_LAZY[name]}", name)
+        if name in _PRINTERS:
+            return imported(f"tilesmith.codegen.{name}")
+        raise absent(__name__, name, [*__all__, *_PRINTERS])

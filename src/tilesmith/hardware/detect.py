@@ -88,7 +88,6 @@ def device_of(arch: Arch) -> torch.device | None:
     return None
 
 
-@lru_cache(maxsize=64)
 def arch_named(name: str) -> Arch:
     """The Arch of `name` from the table alone, for a device that this machine does not have. Raises ValueError for an
     unknown name."""
@@ -96,7 +95,12 @@ def arch_named(name: str) -> Arch:
     if row is None:
         known = ", ".join(dict.fromkeys(row.arch for row in table()))
         raise ValueError(f"arch is {name!r}, which is unknown; it must be one of {known}")
-    return _from_row(row, row.models[0] if row.models else name)
+    return _of_table(row)
+
+
+@lru_cache(maxsize=64)
+def _of_table(row: Facts) -> Arch:
+    return _from_row(row, row.models[0] if row.models else row.arch)
 
 
 def detect_available_devices() -> dict[str, list[torch.device]]:

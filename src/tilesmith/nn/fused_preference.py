@@ -302,7 +302,7 @@ class FusedLinearGRPOLoss(_FusedLinearLoss):
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-    ):
+    ) -> tuple[Tensor, list[Tensor]]:
         """See `tilesmith.nn.policy.grpo_loss`."""
         reference = (ref_per_token_logps, ref_input)
         if sum(t is not None for t in reference) != self.use_ref_model:
