@@ -13,7 +13,7 @@ import torch
 
 from tilesmith import hardware
 from tilesmith.hardware import detect
-from tilesmith.hardware.facts import Facts, facts, lists, nearest, table, tomllib
+from tilesmith.hardware.facts import Facts, facts_of, lists, nearest, table, tomllib
 from tilesmith.hardware.limits import limits_of
 
 KIB = 1024
@@ -51,11 +51,11 @@ def test_no_model_is_listed_twice():
 
 
 def test_facts_prefer_the_named_model():
-    assert facts("sm90", "NVIDIA H200").bandwidth == 4.8e12
-    assert facts("sm90", "NVIDIA H100 80GB HBM3").bandwidth == 3.35e12
-    assert facts("sm90", "a card nobody lists").models == ("H100",)
-    assert facts("sm89", "NVIDIA L40S").sms == 142
-    assert facts("sm33") is None
+    assert facts_of("sm90", "NVIDIA H200").bandwidth == 4.8e12
+    assert facts_of("sm90", "NVIDIA H100 80GB HBM3").bandwidth == 3.35e12
+    assert facts_of("sm90", "a card nobody lists").models == ("H100",)
+    assert facts_of("sm89", "NVIDIA L40S").sms == 142
+    assert facts_of("sm33") is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pkgutil
 import pydoc
 import re
 import subprocess
@@ -50,6 +51,16 @@ def test_every_lazy_name_is_in_its_stub():
         text = path.with_suffix(".pyi").read_text("utf-8")
         for public in sys.modules[name].__all__:
             assert re.search(rf"( as {public},?$|^def {public}\(|^{public}: )", text, re.MULTILINE), f"{name}.{public}"
+
+
+def test_no_public_name_is_that_of_a_module_beside_it():
+    """Once the module is imported, the name would lead to it, and a call would fail."""
+    found = {}
+    for name, path in stubs.lazy_packages():
+        modules = {module.name for module in pkgutil.iter_modules([str(path.parent)])}
+        homes = vars(sys.modules[name]).get("_HOMES", {})
+        found.update({f"{name}.{public}": homes[public] for public in homes.keys() & modules})
+    assert not found, found
 
 
 def _checked(command: list[str], **environment: str) -> str:

@@ -13,7 +13,7 @@ _HOMES = {
     "MemoryMonitor": "tilesmith.models.sizing.memory_monitor",
     "Capacity": "tilesmith.hardware.capacity",
     "capacity_of": "tilesmith.hardware.capacity",
-    "facts": "tilesmith.hardware.facts",
+    "facts_of": "tilesmith.hardware.facts",
     "limits_of": "tilesmith.hardware.limits",
 }
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from tilesmith.hardware.facts import Facts, facts, lists, nearest, table
+from tilesmith.hardware.facts import Facts, facts_of, lists, nearest, table
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def device_of(arch: Arch) -> torch.device | None:
 def arch_named(name: str) -> Arch:
     """The Arch of `name` from the table alone, for a device that this machine does not have. Raises ValueError for an
     unknown name."""
-    row = facts(name)
+    row = facts_of(name)
     if row is None:
         known = ", ".join(dict.fromkeys(row.arch for row in table()))
         raise ValueError(f"arch is {name!r}, which is unknown; it must be one of {known}")
@@ -143,7 +143,7 @@ def _probe_cuda(index: int) -> Arch:
     capability = (read.major, read.minor)
     hip = torch.version.hip is not None
     name = read.gcnArchName.partition(":")[0] if hip else f"sm{read.major}{read.minor}"
-    row = facts(name, read.name) or nearest("hip" if hip else "cuda", capability, read.name)
+    row = facts_of(name, read.name) or nearest("hip" if hip else "cuda", capability, read.name)
     row = row or Facts(name, (), "hip" if hip else "cuda", capability, 0, 32, 49_152, 65_536, 0, 0.0, ("float32",))
     return _from_row(
         row,
@@ -168,7 +168,7 @@ def _bandwidth(row: Facts, read) -> float:
 
 def _probe_xpu(index: int) -> Arch:
     read = torch.xpu.get_device_properties(index)
-    row = facts("pvc", read.name)
+    row = facts_of("pvc", read.name)
     return _from_row(
         row,
         read.name,
@@ -185,11 +185,11 @@ def _probe_xpu(index: int) -> Arch:
 def _probe_mps(index: int) -> Arch:
     name = getattr(torch.backends.mps, "get_name", lambda: "Apple GPU")()
     cores = getattr(torch.backends.mps, "get_core_count", lambda: 0)()
-    return _from_row(facts("apple"), name, sms=cores)
+    return _from_row(facts_of("apple"), name, sms=cores)
 
 
 def _probe_cpu(index: int) -> Arch:
-    return _from_row(facts("cpu"), _cpu_name(), sms=os.cpu_count() or 1)
+    return _from_row(facts_of("cpu"), _cpu_name(), sms=os.cpu_count() or 1)
 
 
 def _cpu_name() -> str:

@@ -39,7 +39,7 @@ def table() -> tuple[Facts, ...]:
     return tuple(Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
 
 
-def facts(arch: str, device_name: str = "") -> Facts | None:
+def facts_of(arch: str, device_name: str = "") -> Facts | None:
     """The row of `arch` whose model stands in `device_name`, else the first row of `arch`, else None."""
     rows = [row for row in table() if row.arch == arch]
     named = [row for row in rows if lists(row, device_name)]
@@ -61,4 +61,4 @@ def nearest(kind: str, capability: tuple[int, ...], device_name: str = "") -> Fa
     ]
     if not at_most:
         return None
-    return facts(max(at_most, key=lambda row: row.capability).arch, device_name)
+    return facts_of(max(at_most, key=lambda row: row.capability).arch, device_name)

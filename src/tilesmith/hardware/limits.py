@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilesmith.hardware.facts import facts
+from tilesmith.hardware.facts import facts_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def limits_of(backend: str, arch: str | None = None) -> Limits:
     limits = _LIMITS[backend]
     if arch is None or backend != "cuda":
         return limits
-    row = facts(arch)
+    row = facts_of(arch)
     if row is None or row.kind not in ("cuda", "hip"):
         raise ValueError(f"arch must name an NVIDIA or AMD GPU of arch.toml, got {arch!r}")
     return Limits(f"cuda on {arch}", row.shared_memory, limits.threads, limits.size)
