@@ -156,10 +156,8 @@ class Report:
         if not any(calls.values()) and self.notes:
             return "none of ours outside of compiled or recorded blocks, in which they are not counted"
         if not any(calls.values()):
-            return (
-                "none of ours yet; run a step and print this again. If one has run, other code computed what these ops "
-                "would have, as TRL's trainers do with their loss, or compiled code did, which is not counted"
-            )
+            apart = "compiled code and a loss that a trainer computes itself are not counted"
+            return f"none of ours yet; run a step and print this again ({apart})"
         never = [op for op, count in calls.items() if not count]
         told = ", ".join(f"{op} {count}" for op, count in calls.items())
         if never and self.notes:
