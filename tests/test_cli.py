@@ -110,9 +110,10 @@ def test_explain_knows_gpus_that_are_not_here(missing):
     assert "rms_norm -> triton" in output and "not hopper: gfx942" in output
     code, output = run("explain", "linear_cross_entropy", "--arch", "sm80", "--json")
     assert json.loads(output)["choices"][0]["kernel"] == "triton"
-    if not torch.cuda.is_available():
-        code, output = run("explain", OP, "--device", "cuda")
-        assert code == 0 and f"{OP} -> triton" in output
+    for device, kernel in (("cuda", "triton"), ("xpu", "triton"), ("mps", "portable")):
+        if not getattr(torch, device).is_available():
+            code, output = run("explain", OP, "--device", device)
+            assert code == 0 and f"{OP} -> {kernel}" in output, device
 
 
 def test_explain_and_the_choice_it_explains_have_one_rule():

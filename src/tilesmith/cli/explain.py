@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tilesmith.engine import Case, Choice, Op
     from tilesmith.hardware import Arch
 
+_ABSENT = {"cuda": "sm90", "xpu": "pvc", "mps": "apple"}  # kind of device -> the GPU that stands for one not here
+
 
 def command(
     op: Annotated[str, typer.Argument(help="An op, such as rms_norm.")],
@@ -41,7 +43,8 @@ def command(
 
     Without --shape and --case, the call has the sizes of a benchmark case, whose name is printed. With --shape, the
     other sizes are those of the op's first, small example. Nothing is computed: only the tensors' metadata matters.
-    With --arch, or with --device cuda on a machine without one, the answer follows from the known facts about that GPU.
+    With --arch, or with --device cuda, xpu or mps on a machine without one, the answer follows from the known facts
+    about that GPU.
     """
     import torch
 
@@ -108,8 +111,8 @@ def _arch(name: str | None, device: str | None) -> Arch | None:
     kind = (device or "").partition(":")[0]
     if name is not None and device is not None:
         refuse(f"--arch {name} names a GPU that need not be here, --device {device} one that is here; give one of them")
-    if name is None and kind == "cuda" and not detect_available_devices()["cuda"]:
-        name = "sm90"
+    if name is None and not detect_available_devices().get(kind):
+        name = _ABSENT.get(kind)
     if name is None:
         return None
     try:
