@@ -21,6 +21,7 @@ import copy
 import gc
 import itertools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -637,7 +638,7 @@ def run_parts(parts: dict[str, Callable[[Run], Any]], about: str | None) -> int:
         run.document = json.loads(given.out.read_text(encoding="utf-8"))
     run.document |= {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu", "driver": driver(),
-        "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": " ".join(sys.argv),
+        "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": shlex.join(["python", *sys.argv]),
     }  # fmt: skip
     for part in given.part or list(parts):
         run.begin(part)

@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import json
 import platform
+import shlex
 import sys
 import time
 from collections import Counter
@@ -92,7 +93,7 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
     }
 

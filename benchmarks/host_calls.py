@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -151,7 +152,7 @@ def main() -> int:
         "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
         "layers": given.layers,
         "rows": rows,

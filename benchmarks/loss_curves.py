@@ -17,6 +17,7 @@ Every arm is a process, which has the seeds in turn.
 import argparse
 import json
 import math
+import shlex
 import statistics
 import subprocess
 import sys
@@ -251,7 +252,7 @@ def main() -> int:
     rows = summary(found)
     Path(given.out).write_text(json.dumps({
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu", "driver": driver(),
-        "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": " ".join(sys.argv),
+        "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": shlex.join(["python", *sys.argv]),
         "size": size._asdict(), "rows": rows, "runs": found,
     }, indent=1), encoding="utf-8")  # fmt: skip
     for arm, row in rows.items():

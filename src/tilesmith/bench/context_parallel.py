@@ -7,6 +7,8 @@ Each rank runs this: `torchrun --nproc-per-node 2 -m tilesmith.bench.context_par
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import statistics
 import sys
 import time
@@ -358,7 +360,8 @@ def main() -> None:
     parser.add_argument("--case", action="append", default=[], help="cases whose name holds this")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which no case is begun")
     given = parser.parse_args()
-    command = "torchrun -m tilesmith.bench.context_parallel " + " ".join(sys.argv[1:])
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    command = f"torchrun --nproc-per-node {ranks} -m tilesmith.bench.context_parallel {shlex.join(sys.argv[1:])}"
     with process_group() as rank:
         tell = (lambda what: sys.stderr.write(f"{what}\n")) if rank == 0 else (lambda what: None)
         keep = bool(given.case)
