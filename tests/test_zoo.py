@@ -191,3 +191,11 @@ def test_rows_of_two_seeds_in_one_file_are_summed_up_together():
     assert both["summary"]["forward"] | {"worst": 0} == {
         "calls": 2, "geometric_mean": 1.0, "minimum": 0.5, "worst": 0,
     }  # fmt: skip
+
+
+def test_all_ops_of_a_zoo_are_those_that_can_be_drawn():
+    pytest.importorskip("typer")
+    from tilesmith.cli import bench
+
+    assert bench._subjects(["all"], "bench", None, 3, False) == zoo.served()
+    assert bench._subjects(["all"], "bench", None, 3, True) == ["attention"]

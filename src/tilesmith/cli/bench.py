@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RESULTS = Path("benchmarks/results")
+CALLS = 20  # of a zoo
 
 
 def command(
@@ -56,9 +57,11 @@ def command(
     ] = None,
     zoo: Annotated[
         int | None,
-        typer.Option(help="Random shapes of published models, drawn with this seed: attention, rows, losses."),
+        typer.Option(
+            help="Random shapes of published models, drawn with this seed: attention, products, rows, losses."
+        ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="With --zoo: how many calls.")] = 20,
+    count: Annotated[int | None, typer.Option(min=1, help=f"With --zoo: how many calls; {CALLS} by default.")] = None,
     decode: Annotated[bool, typer.Option("--decode", help="With --zoo: attention calls of decoding.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Folder for the plots of a sweep, SVG and PNG.")] = None,
     shape: Annotated[str, typer.Option(help="With model: its size, 1.5b, 1.5b-long or tiny.")] = "1.5b",
@@ -83,6 +86,7 @@ def command(
         return
     if not what:
         refuse("name what to measure: an op, all, model, host or context-parallel")
+    _check_zoo(what, zoo, count, decode)
     if save:
         check_folder("--out", out)
     if "context-parallel" in what:
@@ -97,7 +101,7 @@ def command(
             refuse("plot saved results, or measure; not both at once")
         _saved(results, plot)
         return
-    _check_together(zoo, decode, sweep, bool(tag or case), plot)
+    _check_together(zoo, sweep, bool(tag or case), plot)
     from tilesmith.bench.document import save as write
     from tilesmith.bench.subjects import cases_of, providers_of
 
@@ -111,7 +115,7 @@ def command(
             write(found, out, keep=True)
 
     documents: list[dict[str, Any]] = []
-    subjects = _selected(_subjects(what, tag or _tag(where), sweep), case or (), only, sweep)
+    subjects = _selected(_subjects(what, tag or _tag(where), sweep, zoo, decode), case or (), only, sweep)
     if save:
         _check_results(subjects, out, where)
     for subject in subjects:
@@ -124,7 +128,8 @@ def command(
             elif subject == "host":
                 found = _host({**asked, "named": named})
             elif zoo is not None:
-                found = _zoo(subject, {**asked, "seed": zoo, "count": count, "decode": decode, "forward": forward})
+                how = {"seed": zoo, "count": count or CALLS, "decode": decode, "forward": forward}
+                found = _zoo(subject, {**asked, **how})
             else:
                 found = _op(subject, sweep, {**asked, "named": named, "forward": forward}, tag or _tag(where))
         told = errors if as_json else console
@@ -153,12 +158,32 @@ def _check_results(subjects: list[str], out: Path, device: torch.device) -> None
                 refuse(f"--out: {path} is not a saved result, and would hold the new rows: {problem}; move it away")
 
 
-def _check_together(zoo: int | None, decode: bool, sweep: str | None, chosen: bool, plot: Path | None) -> None:
+def _check_zoo(what: Sequence[str], zoo: int | None, count: int | None, decode: bool) -> None:
+    """Refuse, before anything is measured, what has no calls to draw, and options that belong to a zoo without one."""
+    if zoo is None:
+        for option, given in (("--count", count is not None), ("--decode", decode)):
+            if given:
+                refuse(f"{option} belongs to --zoo SEED")
+        return
+    from tilesmith.bench.zoo import sample
+
+    with refused("--zoo"):
+        for name in _drawn(decode) if list(what) == ["all"] else what:
+            other = name in ("model", "host", "context-parallel") or name.endswith(".json")
+            sample(name if other else op_named(name).name, zoo, count or CALLS, decode)
+
+
+def _drawn(decode: bool) -> list[str]:
+    """The ops that `all` means with --zoo."""
+    from tilesmith.bench.zoo import served
+
+    return ["attention"] if decode else served()
+
+
+def _check_together(zoo: int | None, sweep: str | None, chosen: bool, plot: Path | None) -> None:
     """Refuse options that contradict each other or lack the one that they belong to. chosen: by --tag or --case."""
     if zoo is not None and (sweep is not None or chosen):
         refuse("--zoo draws the calls; --sweep, --tag and --case choose others: leave them out")
-    if decode and zoo is None:
-        refuse("--decode belongs to --zoo SEED")
     if plot is not None and sweep is None:
         refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
 
@@ -256,7 +281,7 @@ def _tag(device: torch.device) -> str:
     return "test" if device.type == "cpu" else "bench"
 
 
-def _subjects(what: list[str], tag: str, sweep: str | None) -> list[str]:
+def _subjects(what: list[str], tag: str, sweep: str | None, zoo: int | None, decode: bool) -> list[str]:
     if sweep is not None:
         from tilesmith.bench.sweep import AXES, swept
 
@@ -268,6 +293,8 @@ def _subjects(what: list[str], tag: str, sweep: str | None) -> list[str]:
         return swept(axis) if what == ["all"] else [op_named(name).name for name in what]
     if what != ["all"]:
         return [s if s in ("model", "host") else op_named(s).name for s in what]
+    if zoo is not None:
+        return _drawn(decode)
     from tilesmith.bench.run import benchable
 
     return [*benchable(tag), "host"]
