@@ -7,10 +7,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from tilesmith.engine import cases, ops, triton_private
 from tilesmith.engine import launch as launch_function
-from tilesmith.engine import triton_private
+from tilesmith.engine.backends import interpreting
 from tilesmith.engine.recording import _encodings
 from tilesmith.engine.triton_private import OPTIONS, Compiled, Encoded
+from tilesmith.validate import check
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 
@@ -161,3 +163,20 @@ def test_a_cache_that_cannot_be_used_is_named(monkeypatch, tmp_path, problem, to
         triton_private.run(kernel, (1,), (), {})
     assert told is ("delete that folder, or set TRITON_CACHE_DIR" in str(raised.value))
     assert told is (str(tmp_path) in str(raised.value))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", ["swept", "causal_swept", "vast_swept"])
+@pytest.mark.parametrize("op", ["softmax", "softmax_dropout"])
+def test_softmax_backward_is_right_by_either_way_of_adding_up_y(monkeypatch, op, name, apart):
+    """From Triton 3.9 on sums of y are kept by column. With one release alone, the other way would never run."""
+    if not interpreting():
+        pytest.skip("a kernel that is compiled keeps what it was compiled with")
+    import triton.language as tl
+
+    from tilesmith.ops.norm.triton import softmax
+
+    monkeypatch.setattr(softmax, "APART", tl.constexpr(apart))
+    case = next(case for case in cases(op) if case.name == name)
+    result = check(ops()[op], "triton", case, "cpu", torch.float32)
+    assert result.passed and not result.message.startswith("rejects"), result.message

@@ -217,7 +217,8 @@ def attention(
 
     out has q's dtype and memory order, lse is fp32 (fp64 for fp64), the natural logarithm of the softmax's denominator.
     GPUs compute head dims below 16 or not divisible by 8 on copies with columns of zeros; out is then a view of one.
-    A query that sees no key gets out 0, lse -inf and zero gradients; NaN in keys that no query sees affects nothing.
+    A query that sees no key gets out 0, lse -inf (with sinks its head's sink) and no gradients; NaN in keys that no
+    query sees affects nothing.
     Raises ValueError or TypeError, naming the argument, for shapes, dtypes, devices and numbers that do not fit, and
     TypeError with the right spelling for names that other libraries use (misplaced), such as causal=True.
     The meaning in full: `tilesmith.ops.attn.reference.attention`. Source: Dao, "FlashAttention-2", 2023.
