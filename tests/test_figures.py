@@ -240,8 +240,8 @@ SAID = [
     ),
     Said(
         f"{GUIDES}/fp8-training.md",
-        "the held-out loss ended {:.2f} % above bf16's when all steps were in FP8, and {:.2f} % below it when the first "
-        "tenth was not; the seeds of bf16 differ by {:.2f} %",
+        "the held-out loss ended {:.2f} % above bf16's when all steps were in FP8, and {:.2f} % below it when the "
+        "first tenth was not; the seeds of bf16 differ by {:.2f} %",
         _late,
     ),
     Said(
