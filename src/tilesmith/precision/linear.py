@@ -140,12 +140,13 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
 
     def _together(self) -> bool:
         """Whether others of the same input compute for this layer, and keep the casts."""
-        of = {} if self.siblings is None else vars(self.siblings[0])  # in a copy that is being made it has nothing yet
-        return of.get("used", False) or of.get("serving", False)
+        # in a copy that is being made it has no attribute yet
+        return self.siblings is not None and vars(self.siblings[0]).get("used", False)
 
     def _too_small(self) -> bool:
         """Whether the layer is converted only to be computed together with others."""
-        return self.siblings is not None and self.out_features < self.config.min_features
+        chosen = self.siblings is None or self.config.module_filter_fn is not None
+        return not chosen and self.out_features < self.config.min_features
 
     def forward(self, input: Tensor) -> Tensor:
         x = input  # by the name that `nn.Linear` has for it
@@ -154,6 +155,8 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
             found = siblings.output(self, which, x)
             if found is not None:
                 return found
+            if self.training:
+                siblings.used = False
         weight = self.weight  # once: it may be parametrized
         if self._too_small() or not self.serves(x, weight):
             return F.linear(x, weight, self.bias)

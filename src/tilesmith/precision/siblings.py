@@ -29,7 +29,7 @@ class FP8Siblings(CastsWeights, Siblings):
         super().__init__()
         self.config, self.asked = config, {}
         self.plan = Plan(config.recipe, config.forward_format.value, config.backward_format.value)
-        self.used = self.serving = False  # since its casts were made, and before that: else the layers keep casts
+        self.used = False  # whether it computed last; else the layers did, and keep the casts
         object.__setattr__(self, "layers", tuple(layers))  # they are children of the module above
         first = layers[0]
         for which, layer in enumerate(layers):
@@ -46,11 +46,7 @@ class FP8Siblings(CastsWeights, Siblings):
     def wants_casts(self) -> bool:
         """Not in eval mode, where the layers compute and keep casts of their own."""
         alive = self.training or not self.config.cache_weights_in_eval
-        return self.serving and alive and not any(map(parametrized, self.layers))
-
-    def refresh(self) -> None:
-        self.serving, self.used = self.used, False
-        super().refresh()
+        return self.used and alive and not any(map(parametrized, self.layers))
 
     def served(self, x: Tensor) -> bool:
         """Whether all layers take x in 8 bits, and have gradients together."""
