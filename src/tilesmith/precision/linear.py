@@ -155,8 +155,6 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
             found = siblings.output(self, which, x)
             if found is not None:
                 return found
-            if self.training:
-                siblings.used = False
         weight = self.weight  # once: it may be parametrized
         if self._too_small() or not self.serves(x, weight):
             return F.linear(x, weight, self.bias)

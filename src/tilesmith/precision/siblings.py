@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilesmith.precision import products
 from tilesmith.precision.config import FP8Config
@@ -48,6 +48,13 @@ class FP8Siblings(CastsWeights, Siblings):
         alive = self.training or not self.config.cache_weights_in_eval
         return self.used and alive and not any(map(parametrized, self.layers))
 
+    def output(self, layer: nn.Module, which: int, x: Tensor) -> Tensor | None:
+        if type(x) not in (Tensor, nn.Parameter):  # of fake tensors nothing tells whether they are the same
+            return None
+        found = super().output(layer, which, x)
+        self.used = found is not None or (self.used and not self.training)
+        return found
+
     def served(self, x: Tensor) -> bool:
         """Whether all layers take x in 8 bits, and have gradients together."""
         if not self.training or torch.compiler.is_compiling() or any(map(parametrized, self.layers)):
@@ -62,7 +69,6 @@ class FP8Siblings(CastsWeights, Siblings):
         delayed = self.plan.recipe == "delayed"
         given = first.input_cast(x, delayed, weights[0].requires_grad)
         gradient = products.Gradient(first.grad_scaling.known(delayed), first.grad_scaling.noted(True))
-        self.used = True
         return products.together(x, weights, biases, given, self.weight_cast(), self.plan, output_dtype(x), gradient)
 
     def __getstate__(self) -> dict[str, Any]:
