@@ -47,6 +47,9 @@ class FP8Config:
       are no multiples of 16 stay in any case.
     min_features, min_tokens: layers that are narrower, and calls of fewer rows, are computed as before.
     fuse: norms and gated MLPs that tilesmith computes (`optimize`, `tilesmith.nn`) cast what they make (delayed only).
+      Layers of a module that read one tensor (q, k and v) are trained as one product (delayed and current), whose
+      outputs are what min_features is compared with. Compiled code, eval mode and the finer recipes call them one by
+      one.
     cache_weights: in training mode weights are cast once a step of the optimizer, for two bytes a parameter; else at
       each use, as in eval mode (see cache_weights_in_eval). Never those that FSDP shards.
     loss_scale, loss_scale_growth_interval: the initial and largest factor of the loss; it is halved after a skipped

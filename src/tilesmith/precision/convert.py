@@ -24,7 +24,9 @@ from tilesmith.precision.experts import FP8Experts
 from tilesmith.precision.fused import FP8GatedMLP, FP8Norm
 from tilesmith.precision.linear import FP8LinearLayer, Relay, misfit_of
 from tilesmith.precision.scaling import follow, keep_from_broadcasts, leave_to_broadcasts, unfollow
+from tilesmith.precision.siblings import TOGETHER, FP8Siblings
 from tilesmith.rewrite import Report, Row, forms, original_class, swap, unswap
+from tilesmith.rewrite.siblings import packable
 
 log = logging.getLogger(__name__)
 
@@ -167,12 +169,14 @@ def _choose(model: nn.Module, config: FP8Config) -> tuple[dict[str, nn.Linear], 
     """The layers to convert by name, and a row for each linear layer."""
     heads = {id(head) for head in _heads(model)}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    together = _outputs_together(model) if config.fuse and config.recipe in TENSORWISE else {}
     chosen: dict[str, nn.Linear] = {}
     rows = []
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        reason = _reason(fqn, module, config, id(module) in heads or id(module.weight) in embeddings)
+        head = id(module) in heads or id(module.weight) in embeddings
+        reason = _reason(fqn, module, config, head, together.get(id(module), module.out_features))
         action = "skipped" if reason else "replaced"
         if not reason:
             chosen[fqn] = module
@@ -224,8 +228,8 @@ def _reason_of_experts(module: nn.Module, config: FP8Config) -> str | None:
     return None
 
 
-def _reason(fqn: str, module: nn.Linear, config: FP8Config, head: bool) -> str | None:
-    """Why a layer is left alone."""
+def _reason(fqn: str, module: nn.Linear, config: FP8Config, head: bool, outputs: int) -> str | None:
+    """Why a layer is left alone. outputs: of the product that it would be a part of."""
     if original_class(type(module)) is not nn.Linear:
         return f"it is a {type(module).__module__}.{type(module).__name__}, not nn.Linear itself"
     if "forward" in module.__dict__ or getattr(module, "parametrizations", None) is not None:
@@ -240,8 +244,7 @@ def _reason(fqn: str, module: nn.Linear, config: FP8Config, head: bool) -> str |
         return "it is an output projection, whose errors reach the loss undamped"
     if name in ROUTERS:
         return "it is a router, whose errors change which experts are asked"
-    least = min(module.in_features, module.out_features)
-    if least < config.min_features:
+    if min(module.in_features, outputs) < config.min_features:
         return f"{module.in_features} x {module.out_features} has a side below min_features, {config.min_features}"
     return None
 
@@ -308,7 +311,33 @@ def _fuse(model: nn.Module, config: FP8Config, relay: Relay) -> list[Row]:
         if layers is not None:
             _attach(module, FP8GatedMLP(config, layers))
             rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("swiglu_fp8",), "gate and up as one"))
+    for fqn, module in list(model.named_modules()):
+        names = _siblings(module)
+        if names:
+            together = FP8Siblings(config, [module._modules[name] for name in names])
+            module.add_module(TOGETHER, together.train(module.training))
+            told = f"{', '.join(names)} as one product"
+            rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("scaled_matmul",), told))
     return rows
+
+
+def _siblings(module: nn.Module) -> tuple[str, ...]:
+    """The converted layers of a module that read one tensor and may be computed together."""
+    linears = {name: child for name, child in module.named_children() if type(child) is FP8LinearLayer}
+    names = packable(original_class(type(module)), tuple(linears))
+    layers = [linears[name] for name in names]
+    alike = len({(x.in_features, x.weight.dtype, x.weight.device, x.bias is None) for x in layers}) == 1
+    return names if alike and not any(layer.fused for layer in layers) else ()
+
+
+def _outputs_together(model: nn.Module) -> dict[int, int]:
+    """By the id of a linear layer that reads one tensor with others of its module, the outputs of all of them."""
+    found = {}
+    for module in model.modules():
+        linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        layers = [linears[name] for name in packable(original_class(type(module)), tuple(linears))]
+        found.update(dict.fromkeys(map(id, layers), sum(layer.out_features for layer in layers)))
+    return found
 
 
 def _feeding_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -390,6 +419,7 @@ def _attach(module: nn.Module, child: nn.Module) -> None:
 
 def _take_back(model: nn.Module, layers: list[nn.Module]) -> None:
     for module in model.modules():
+        module._modules.pop(TOGETHER, None)
         if isinstance(module._modules.get(CASTER), FP8Norm | FP8GatedMLP | FP8Experts):
             del module._modules[CASTER]
     for layer in layers:

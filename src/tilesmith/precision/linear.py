@@ -106,11 +106,23 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         kept = config.amax_history_length, device, config.recipe == "delayed"
         self.input_scaling, self.grad_scaling = Scaling(self.plan.forward, *kept), Scaling(self.plan.backward, *kept)
         self.fused = False
+        self.siblings: tuple[Any, int] | None = None  # the `FP8Siblings` that it is one of, and which
         self.refresh()
 
     def leave(self) -> None:
         """Take back what `enter` did, or what it did before it failed."""
-        for name in ("config", "relay", "plan", "input_scaling", "grad_scaling", "cached", "kept", "whole", "fused"):
+        for name in (
+            "config",
+            "relay",
+            "plan",
+            "input_scaling",
+            "grad_scaling",
+            "cached",
+            "kept",
+            "whole",
+            "fused",
+            "siblings",
+        ):
             if name in self.__dict__ or name in self._modules:
                 delattr(self, name)
 
@@ -121,14 +133,30 @@ class FP8LinearLayer(nn.Linear, CastsWeights):
         return products.cast_weight(weight, self.plan)
 
     def wants_casts(self) -> bool:
-        """Not where a gated MLP, which computes in training mode alone, casts the weight together with another."""
-        alone = not self.fused or (self.config.cache_weights_in_eval and not self.training)
+        """Not where a gated MLP, which computes in training mode alone, or layers of the same input cast the weight
+        together with others."""
+        alone = not (self.fused or self._together()) or (self.config.cache_weights_in_eval and not self.training)
         return alone and not parametrized(self)
+
+    def _together(self) -> bool:
+        """Whether others of the same input compute for this layer, and keep the casts."""
+        # in a copy that is being made it has no attribute yet
+        return self.siblings is not None and vars(self.siblings[0]).get("used", False)
+
+    def _too_small(self) -> bool:
+        """Whether the layer is converted only to be computed together with others."""
+        chosen = self.siblings is None or self.config.module_filter_fn is not None
+        return not chosen and self.out_features < self.config.min_features
 
     def forward(self, input: Tensor) -> Tensor:
         x = input  # by the name that `nn.Linear` has for it
+        if self.siblings is not None and not torch.compiler.is_compiling():
+            siblings, which = self.siblings
+            found = siblings.output(self, which, x)
+            if found is not None:
+                return found
         weight = self.weight  # once: it may be parametrized
-        if not self.serves(x, weight):
+        if self._too_small() or not self.serves(x, weight):
             return F.linear(x, weight, self.bias)
         dtype = output_dtype(x)
         delayed = self.training and self.plan.recipe == "delayed"

@@ -7,6 +7,9 @@ x and dy are needed transposed for the weight's gradient. What a forward keeps o
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +65,11 @@ def cast_weight(weight: Tensor, plan: Plan) -> Cast:
     if plan.recipe == "blockwise":
         return Cast(*ops.fp8_cast_blocks(weight, plan.forward, True, True, True))
     return cast_tensorwise(weight, None, None, plan.forward, True, True)
+
+
+def cast_stack(weights: Sequence[Tensor], plan: Plan) -> Cast:
+    """Weights of one input, of any number of outputs, by one factor, as if they were one on top of the other."""
+    return cast_tensorwise(torch.cat(list(weights)), None, None, plan.forward, True, True)
 
 
 def cast_weights(first: Tensor, second: Tensor, plan: Plan) -> Cast:
@@ -192,6 +200,71 @@ class _Blockwise(torch.autograd.Function):
         if wants_weight:
             dweight = _product(d8_t, x8_t, factor_t, x_t_factor, ctx.dtypes[1])
         return dx, dweight, _bias_gradient(ctx, dy), *(None,) * 12
+
+
+def together(
+    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...], given: Cast, cast: Cast, plan: Plan,
+    dtype: torch.dtype, gradient: Gradient,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What several layers compute of x in `dtype`, each as `linear` does, by one scale a tensor. biases: of each layer,
+    or none. cast: of the weights one on top of the other. The results share memory, but no element of it."""
+    return _Together.apply(x, len(weights), plan, dtype, *given[:2], *cast[:3], *gradient, *weights, *biases)
+
+
+class _Together(torch.autograd.Function):
+    """Gradients of several outputs are cast as one; an output that has none counts as zeros."""
+
+    @staticmethod
+    def forward(ctx, x, count, plan, dtype, x8, x_factor, w8, w_factor, w8_t, bound, amax, *parameters):
+        weights, biases = parameters[:count], parameters[count:]
+        bias = torch.cat([b.to(dtype) for b in biases]) if biases else None
+        y = ops.scaled_matmul(x8.reshape(-1, x.shape[-1]), w8, x_factor, w_factor, bias, NAMES[dtype], True)
+        kept = (x8, x_factor) if any(w.requires_grad for w in weights) else (None, None)
+        ctx.save_for_backward(*kept, w8_t, w_factor)
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.gradient, ctx.shape, ctx.sizes = plan, (bound, amax), x.shape, [w.shape[0] for w in weights]
+        ctx.dtypes = x.dtype, *(p.dtype for p in parameters)
+        # tensors of their own in y's memory, which a caller may write into
+        starts = itertools.accumulate(ctx.sizes, initial=0)
+        rows = y.stride(0)
+        strides = [rows * n for n in _suffix_products(x.shape[:-1])]
+        storage = y.untyped_storage()
+        return tuple(
+            y.new_empty(0).set_(storage, start, (*x.shape[:-1], size), (*strides, 1))
+            for start, size in zip(starts, ctx.sizes)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        x8, x_factor, w8_t, w_factor = ctx.saved_tensors
+        count, (x_dtype, *dtypes) = len(ctx.sizes), ctx.dtypes
+        wants = ctx.needs_input_grad
+        wants_x, wants_weights = wants[0], any(wants[11 : 11 + count])
+        given = [dy is not None for dy in grads]
+        if not any(given):
+            return (None,) * len(wants)
+        like = next(dy for dy in grads if dy is not None)
+        shape = like.shape[:-1].numel()
+        parts = [like.new_zeros(shape, n) if dy is None else dy.reshape(-1, n) for dy, n in zip(grads, ctx.sizes)]
+        dy = torch.cat(parts, 1)
+        dx, dparameters = None, [None] * len(dtypes)
+        if wants_x or wants_weights:
+            d = cast_tensorwise(dy, *ctx.gradient, ctx.plan.backward, wants_x, wants_weights)
+        if wants_x:
+            dx = _product(d.x8, w8_t, d.factor, w_factor, x_dtype).view(ctx.shape)
+        if wants_weights:
+            x8_t = ops.fp8_transpose(x8.reshape(-1, ctx.shape[-1]))
+            dparameters[:count] = _product(d.x8_t, x8_t, d.factor, x_factor, dtypes[0]).split(ctx.sizes)
+        if len(dtypes) > count and any(wants[11 + count :]):
+            dparameters[count:] = [g.to(t) for g, t in zip(dy.sum(0).split(ctx.sizes), dtypes[count:])]
+        asked = [wanted and there for wanted, there in zip(wants[11:], given * 2)]
+        return dx, *(None,) * 10, *(g if there else None for g, there in zip(dparameters, asked))
+
+
+def _suffix_products(sizes: Sequence[int]) -> list[int]:
+    """For each dim of rows laid out one after the other how many rows are between its neighbours."""
+    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
 
 
 class Bounds(NamedTuple):

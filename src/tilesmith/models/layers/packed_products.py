@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesmith.engine import torch_private
+from tilesmith.rewrite.siblings import Siblings
 
 # A backward joins the gradients of the parts first, one pass over them. Above so many rows that costs more than the
 # launches that it saves: at 8,192 rows of a Llama of 8 B it reads and writes 0.9 GB for gate and up.
 MOST_ROWS = 4096
-MOST_IN_VAIN = 2  # an exception between two layers leaves one behind; code that asks for one layer only, more
 
 
 class _Joined(torch.autograd.Function):
@@ -102,12 +100,12 @@ class _Whole:
         return 0 <= part.data_ptr() - self.memory.data_ptr() < self.memory.nbytes
 
 
-class Group:
-    """The layers of one packed product, and what each thread has not asked for yet of the last one."""
+class Group(Siblings):
+    """The layers of one packed product."""
 
     def __init__(self, layers: Sequence[nn.Linear]):
         self.layers = tuple(layers)
-        self.asked: dict[int, _Asked] = {}  # by threads
+        self.asked = {}
         self.wholes: tuple[_Whole, ...] = ()  # of weights and, where there are any, of biases
         self._first: weakref.ref[Tensor] | None = None  # the first weight when it was moved
 
@@ -142,16 +140,6 @@ class Group:
             self.wholes = ()
         return False
 
-    def output(self, layer: nn.Module, which: int, x: Tensor) -> Tensor | None:
-        """What `layer` computes of x; None if it has to do so itself, as a replica of it has."""
-        if layer is not self.layers[which] or torch_private.functorch() is not None or torch.jit.is_tracing():
-            return None
-        thread = threading.get_ident()
-        asked = self.asked.get(thread)
-        if asked is None:
-            asked = self.asked[thread] = _Asked(self)
-        return None if asked.off else asked.output(layer, which, x)
-
     def served(self, x: Tensor) -> bool:
         """Whether the weights lie one below the other, x is of their kind, and one product is worth it."""
         if type(x) not in (Tensor, nn.Parameter) or not x.ndim:
@@ -169,49 +157,6 @@ class Group:
         sizes = tuple(weight.shape[0] for weight in weights)
         read = weights if x.requires_grad and torch.is_grad_enabled() else ()
         return _Parts.apply(F.linear(x, *joined), sizes, read, used)
-
-
-class _Asked:
-    """What one thread has asked a group for."""
-
-    def __init__(self, group: Group):
-        self.group = group
-        self.given: tuple[Any, ...] = ()
-        self.waiting: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}  # with the `_stamp` of its layer
-        self.in_vain = 0  # products of which only one part was asked for, one after the other
-        self.off = False  # a layer was given another tensor than the first
-
-    def output(self, layer: nn.Module, which: int, x: Tensor) -> Tensor | None:
-        """As of `Group`."""
-        group, state = self.group, _state(x)
-        if which in self.waiting:
-            if self.given[0] is x and self.given[1:] == state:
-                found, stamp = self.waiting.pop(which)
-                self.in_vain = 0
-                if not self.waiting:
-                    self.given = ()
-                return found if stamp == _stamp(layer) else None
-            self.off, self.given, self.waiting = True, (), {}
-            return None
-        self.in_vain += bool(self.waiting)
-        if self.in_vain > MOST_IN_VAIN or not group.served(x):
-            self.given, self.waiting = (), {}
-            return None
-        self.given, self.waiting = (x, *state), dict(enumerate(zip(group.product(x), map(_stamp, group.layers))))
-        return self.waiting.pop(which)[0]
-
-
-def _state(x: Tensor) -> tuple[Any, ...]:
-    """What has to be the same for two layers to compute of x together."""
-    kind = x.device.type
-    cast = torch.get_autocast_dtype(kind) if torch_private.autocasts(kind) else None
-    return (0 if x.is_inference() else x._version), torch.is_grad_enabled(), cast
-
-
-def _stamp(layer: nn.Linear) -> tuple[Any, ...]:
-    """What tells that parameters of a layer were written to, frozen or replaced; a write to `.data` does not show."""
-    parts = layer._parameters.values()
-    return tuple((p.data_ptr(), 0 if p.is_inference() else p._version, p.requires_grad) for p in parts if p is not None)
 
 
 def _joined(whole: _Whole, used: set[int], parts: Sequence[Tensor]) -> Tensor:

@@ -8,9 +8,6 @@ hand out their part of it if they are given the same tensor.
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,18 +19,16 @@ from tilesmith.models.layers.gated_mlps import GatedMlpRule
 from tilesmith.models.layers.packed_products import Group
 from tilesmith.nn import GatedMLP
 from tilesmith.rewrite import (
-    CannotRespell,
     Form,
     Replace,
     Rule,
     Site,
     Skip,
-    flow,
     forms,
     observed,
     original_class,
-    parse,
 )
+from tilesmith.rewrite.siblings import packable
 from tilesmith.rewrite.variants import obstacle, swap, unswap
 
 _GROUP = "_tilesmith_group"
@@ -149,81 +144,6 @@ def _linears(module: nn.Module) -> tuple[str, ...]:
     """Children that are linear layers of any make."""
     sizes = ("in_features", "out_features")
     return tuple(n for n, c in module.named_children() if all(isinstance(getattr(c, s, None), int) for s in sizes))
-
-
-@functools.cache
-def packable(cls: type, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The most of `names` that the methods of `cls` give one tensor, in the order of the calls."""
-    found: tuple[str, ...] = ()
-    if len(names) < 2:
-        return found
-    for method in _methods(cls):
-        try:
-            tree = parse(method)
-        except CannotRespell:
-            continue
-        for node in ast.walk(tree):
-            for field in ("body", "orelse"):
-                block = getattr(node, field, None)
-                if isinstance(block, list):
-                    found = max(found, _together(block, names), _looped(block, names), key=len)
-    return found
-
-
-def _methods(cls: type) -> list[Callable[..., Any]]:
-    found = (getattr(cls, name, None) for name in ("forward", "_heads", "_qkv"))
-    return [inspect.unwrap(method) for method in found if inspect.isfunction(method)]
-
-
-def _together(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The children that statements of one block, which are sure to run, give the same unchanged variable.
-
-    A variable that is handed to others in between ends a group. Outside of inference mode the tensor's version tells of
-    a write that does not show here, through a view that was made before.
-    """
-    found: dict[str, list[str]] = {}
-    best: tuple[str, ...] = ()
-    for statement in block:
-        if not isinstance(statement, flow.SIMPLE):
-            found = {}
-            continue
-        parents = flow.parents_under(statement)
-        for node, certain in flow.in_order(statement):
-            name, given = _called(node, names)
-            if name is None:
-                found = {given: layers for given, layers in found.items() if not flow.taker(node, {given}, parents)}
-            elif certain and name not in found.setdefault(given, []):
-                found[given].append(name)
-                best = max(best, tuple(found[given]), key=len)
-        for given in flow.bound(statement):
-            found.pop(given, None)
-    return best if len(best) > 1 else ()
-
-
-def _called(node: ast.AST, names: tuple[str, ...]) -> tuple[str | None, str]:
-    """(child, variable) of `self.child(variable)`."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
-        return None, ""
-    child = _child(node.func)
-    return (child, node.args[0].id) if child in names else (None, "")
-
-
-def _child(node: ast.AST) -> str | None:
-    of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    return node.attr if of_self else None
-
-
-def _looped(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The children in `(f(x) for f in (self.a, self.b, self.c))`."""
-    for node in (n for statement in block for n in ast.walk(statement)):
-        if isinstance(node, (ast.GeneratorExp, ast.ListComp)) and len(node.generators) == 1:
-            loop, call = node.generators[0], node.elt
-            over = loop.iter.elts if isinstance(loop.iter, (ast.Tuple, ast.List)) else []
-            children = tuple(child for child in map(_child, over) if child in names)
-            calls = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and isinstance(loop.target, ast.Name)
-            if calls and call.func.id == loop.target.id and len(children) == len(over) > 1 and len(call.args) == 1:
-                return children
-    return ()
 
 
 def _unfit(root: nn.Module, layers: dict[str, nn.Module]) -> str | None:
