@@ -89,6 +89,21 @@ def test_caches_of_any_strides_are_written_in_place(backend, layout):
     assert torch.equal(v_cache, expected[1])
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (5, 11), (8, 0), (0, 3)])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_values_may_have_another_head_dim_than_keys(backend, dim, dim_v, paged):
+    table = [[5, 0], [1, 4]]
+    first = (lambda b, slot: (table[b][slot // 4], slot % 4)) if paged else lambda b, slot: (b, slot)
+    slots = (7, 2, 4) if paged else (2, 2, 8)
+    k_cache, v_cache, k, v = _randn(*slots, dim), _randn(*slots, dim_v), _randn(2, 2, 3, dim), _randn(2, 2, 3, dim_v)
+    places = {(b, t): first(b, n + t) for b, n in enumerate((1, 6)) for t in range(3) if n + t < 8}
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    given = {"page_table": torch.tensor(table, dtype=torch.int32, device=DEVICE)} if paged else {}
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(1, 6), **given)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
 def test_tokens_outside_a_contiguous_cache_are_dropped(backend):
     room = _randn(4, 2, 12, 8)
     k_cache, before = room[:, :, 3:9], room.clone()
@@ -253,7 +268,15 @@ def _arguments(**changes):
     ("changes", "error", "message"),
     [
         ({"k": _randn(2, 3, 8)}, ValueError, r"k has shape \(2, 3, 8\); it must be \[B, G, T, D\]"),
-        ({"v": _randn(2, 2, 4, 8)}, ValueError, "v has shape"),
+        (
+            {"v": _randn(2, 2, 4, 8)},
+            ValueError,
+            r"v has shape \(2, 2, 4, 8\); for k of shape \(2, 2, 3, 8\) it must be \[2,",
+        ),
+        ({"v": _randn(2, 2, 3)}, ValueError, r"v has shape \(2, 2, 3\); .* it must be \[2, 2, 3, Dv\]"),
+        ({"v": _randn(2, 2, 3, 5)}, ValueError, r"v_cache has shape \(2, 2, 6, 8\); .* it must be \[2, 2, 6, 5\]"),
+        ({"v_cache": _randn(2, 2, 6, 5)}, ValueError, r"v_cache has shape \(2, 2, 6, 5\); .* \[2, 2, 6, 8\]"),
+        ({"v_cache": _randn(2, 2, 6)}, ValueError, r"v_cache has shape \(2, 2, 6\)"),
         ({"k_cache": _randn(2, 3, 6, 8)}, ValueError, r"k_cache has shape \(2, 3, 6, 8\)"),
         ({"k_cache": _randn(3, 2, 6, 8), "v_cache": _randn(3, 2, 6, 8)}, ValueError, "k_cache has 3 rows, k has 2"),
         ({"v_cache": _randn(2, 2, 5, 8)}, ValueError, "v_cache has shape"),
@@ -290,10 +313,22 @@ def test_a_wanted_gradient_is_refused(name):
         kv_cache_append(**given)
 
 
+def test_keys_alone_are_written_where_values_are_their_columns(backend):
+    cache, new = _randn(2, 1, 6, 40), _randn(2, 1, 3, 40)
+    expected = _write(cache, new, {(b, t): (b, n + t) for b, n in enumerate((1, 3)) for t in range(3)})
+    kv_cache_append(cache, cache[..., :0], new, new[..., :0], _lengths(1, 3))
+    assert torch.equal(cache, expected)
+    with pytest.raises(ValueError, match="v_cache begins where k_cache does"):
+        kv_cache_append(cache, cache[..., :32], new, new[..., :32], _lengths(1, 3))
+    assert torch.equal(cache, expected)
+
+
 def test_one_cache_for_keys_and_values_is_refused():
     given = _arguments()
     kv_cache_append(**given)
-    with pytest.raises(ValueError, match="v_cache begins where k_cache does.*give each its own memory"):
+    with pytest.raises(
+        ValueError, match=r"v_cache begins where k_cache does.*give each its own memory.*, v\[..., :0\]"
+    ):
         kv_cache_append(**given | {"v_cache": given["k_cache"]})
     kv_cache_append(**given | {"k_cache": given["k_cache"][..., :0], "v_cache": given["k_cache"][..., :0],
                                "k": given["k"][..., :0], "v": given["v"][..., :0]})  # fmt: skip
