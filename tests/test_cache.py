@@ -318,6 +318,8 @@ def test_keys_alone_are_written_where_values_are_their_columns(backend):
     expected = _write(cache, new, {(b, t): (b, n + t) for b, n in enumerate((1, 3)) for t in range(3)})
     kv_cache_append(cache, cache[..., :0], new, new[..., :0], _lengths(1, 3))
     assert torch.equal(cache, expected)
+    kv_cache_append(cache, cache.new_empty(()).expand(2, 1, 6, 0), new, new[..., :0], _lengths(1, 3))
+    assert torch.equal(cache, expected)
     with pytest.raises(ValueError, match="v_cache begins where k_cache does"):
         kv_cache_append(cache, cache[..., :32], new, new[..., :32], _lengths(1, 3))
     assert torch.equal(cache, expected)

@@ -103,9 +103,7 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Non
             "own memory, or, where the values are columns of the keys, v[..., :0] and v_cache[..., :0]"
         )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if 0 in cache.stride() and any(
-            n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)
-        ):
+        if cache.numel() and any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(
                 f"kv_cache_append: {name} is expanded (strides {cache.stride()}), so slots share memory; pass a copy"
             )
