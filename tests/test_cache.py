@@ -221,15 +221,17 @@ def test_8_bit_caches_saturate(backend):
 @pytest.mark.parametrize("small", [None, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_a_captured_step_follows_lengths_and_pages(tokens, page_size, small):
-    slots, heads, kv_heads, dim = 512, 16, 2, 128
+@pytest.mark.parametrize(("dim", "dim_v"), [(128, 128), (192, 128)])
+def test_a_captured_step_follows_lengths_and_pages(dim, dim_v, tokens, page_size, small):
+    slots, heads, kv_heads = 512, 16, 2
     pages = 2 * slots // page_size if page_size else 0
-    shape = (pages, kv_heads, page_size, dim) if pages else (2, kv_heads, slots, dim)
-    caches = [_randn(*shape).to(small or torch.bfloat16) for _ in range(2)]
+    shape = (pages, kv_heads, page_size) if pages else (2, kv_heads, slots)
+    caches = [_randn(*shape, n).to(small or torch.bfloat16) for n in (dim, dim_v)]
     given = {"page_table": torch.randperm(pages, device=DEVICE).int().view(2, -1)} if pages else {}
     if small is not None:
         given |= dict.fromkeys(("k_scale", "v_scale"), torch.full((1, 1, 1), 0.25, device=DEVICE))
-    q, k, v = (_randn(2, h, tokens, dim, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
+    q, k = (_randn(2, h, tokens, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
+    v = _randn(2, kv_heads, tokens, dim_v, dtype=torch.bfloat16)
     angles = _randn(slots, dim // 2)
     lengths = _lengths(3, 400)
 
