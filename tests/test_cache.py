@@ -331,7 +331,7 @@ def test_one_cache_for_keys_and_values_is_refused():
     given = _arguments()
     kv_cache_append(**given)
     with pytest.raises(
-        ValueError, match=r"v_cache begins where k_cache does.*give each its own memory.*, v\[..., :0\]"
+        ValueError, match=r"v_cache begins where k_cache does.*give each its own memory.* k, v\[..., :0\]"
     ):
         kv_cache_append(**given | {"v_cache": given["k_cache"]})
     kv_cache_append(**given | {"k_cache": given["k_cache"][..., :0], "v_cache": given["k_cache"][..., :0],

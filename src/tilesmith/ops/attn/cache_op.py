@@ -100,7 +100,8 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Non
     if begin_together(k_cache, v_cache) and k_cache.numel() and v_cache.numel():
         raise ValueError(
             "kv_cache_append: v_cache begins where k_cache does, so values would be written over keys; give each its "
-            "own memory, or, where the values are columns of the keys, v[..., :0] and v_cache[..., :0]"
+            "own memory; keys that hold their values are written alone, by "
+            "ops.kv_cache_append(k_cache, v_cache[..., :0], k, v[..., :0], lengths)"
         )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.numel() and any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
