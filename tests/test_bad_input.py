@@ -924,7 +924,8 @@ def test_names(call, error, words):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"k": r(2, 1, 3, 9)}, ValueError, "v has shape"),
+        ({"k": r(2, 1, 3, 9)}, ValueError, "k_cache has shape"),
+        ({"v": r(2, 1, 3, 9)}, ValueError, "v_cache has shape"),
         ({"k": r(2, 2, 3, 8), "v": r(2, 2, 3, 8)}, ValueError, "k_cache has shape"),
         ({"v": r(2, 1, 4, 8)}, ValueError, "v has shape"),
         ({"lengths": torch.zeros(3, dtype=I32)}, ValueError, "lengths has shape"),

@@ -89,6 +89,21 @@ def test_caches_of_any_strides_are_written_in_place(backend, layout):
     assert torch.equal(v_cache, expected[1])
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (5, 11), (8, 0), (0, 3)])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_values_may_have_another_head_dim_than_keys(backend, dim, dim_v, paged):
+    table = [[5, 0], [1, 4]]
+    first = (lambda b, slot: (table[b][slot // 4], slot % 4)) if paged else lambda b, slot: (b, slot)
+    slots = (7, 2, 4) if paged else (2, 2, 8)
+    k_cache, v_cache, k, v = _randn(*slots, dim), _randn(*slots, dim_v), _randn(2, 2, 3, dim), _randn(2, 2, 3, dim_v)
+    places = {(b, t): first(b, n + t) for b, n in enumerate((1, 6)) for t in range(3) if n + t < 8}
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    given = {"page_table": torch.tensor(table, dtype=torch.int32, device=DEVICE)} if paged else {}
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(1, 6), **given)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
 def test_tokens_outside_a_contiguous_cache_are_dropped(backend):
     room = _randn(4, 2, 12, 8)
     k_cache, before = room[:, :, 3:9], room.clone()
@@ -206,15 +221,17 @@ def test_8_bit_caches_saturate(backend):
 @pytest.mark.parametrize("small", [None, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_a_captured_step_follows_lengths_and_pages(tokens, page_size, small):
-    slots, heads, kv_heads, dim = 512, 16, 2, 128
+@pytest.mark.parametrize(("dim", "dim_v"), [(128, 128), (192, 128)])
+def test_a_captured_step_follows_lengths_and_pages(dim, dim_v, tokens, page_size, small):
+    slots, heads, kv_heads = 512, 16, 2
     pages = 2 * slots // page_size if page_size else 0
-    shape = (pages, kv_heads, page_size, dim) if pages else (2, kv_heads, slots, dim)
-    caches = [_randn(*shape).to(small or torch.bfloat16) for _ in range(2)]
+    shape = (pages, kv_heads, page_size) if pages else (2, kv_heads, slots)
+    caches = [_randn(*shape, n).to(small or torch.bfloat16) for n in (dim, dim_v)]
     given = {"page_table": torch.randperm(pages, device=DEVICE).int().view(2, -1)} if pages else {}
     if small is not None:
         given |= dict.fromkeys(("k_scale", "v_scale"), torch.full((1, 1, 1), 0.25, device=DEVICE))
-    q, k, v = (_randn(2, h, tokens, dim, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
+    q, k = (_randn(2, h, tokens, dim, dtype=torch.bfloat16) for h in (heads, kv_heads))
+    v = _randn(2, kv_heads, tokens, dim_v, dtype=torch.bfloat16)
     angles = _randn(slots, dim // 2)
     lengths = _lengths(3, 400)
 
@@ -253,7 +270,15 @@ def _arguments(**changes):
     ("changes", "error", "message"),
     [
         ({"k": _randn(2, 3, 8)}, ValueError, r"k has shape \(2, 3, 8\); it must be \[B, G, T, D\]"),
-        ({"v": _randn(2, 2, 4, 8)}, ValueError, "v has shape"),
+        (
+            {"v": _randn(2, 2, 4, 8)},
+            ValueError,
+            r"v has shape \(2, 2, 4, 8\); for k of shape \(2, 2, 3, 8\) it must be \[2,",
+        ),
+        ({"v": _randn(2, 2, 3)}, ValueError, r"v has shape \(2, 2, 3\); .* it must be \[2, 2, 3, Dv\]"),
+        ({"v": _randn(2, 2, 3, 5)}, ValueError, r"v_cache has shape \(2, 2, 6, 8\); .* it must be \[2, 2, 6, 5\]"),
+        ({"v_cache": _randn(2, 2, 6, 5)}, ValueError, r"v_cache has shape \(2, 2, 6, 5\); .* \[2, 2, 6, 8\]"),
+        ({"v_cache": _randn(2, 2, 6)}, ValueError, r"v_cache has shape \(2, 2, 6\)"),
         ({"k_cache": _randn(2, 3, 6, 8)}, ValueError, r"k_cache has shape \(2, 3, 6, 8\)"),
         ({"k_cache": _randn(3, 2, 6, 8), "v_cache": _randn(3, 2, 6, 8)}, ValueError, "k_cache has 3 rows, k has 2"),
         ({"v_cache": _randn(2, 2, 5, 8)}, ValueError, "v_cache has shape"),
@@ -290,10 +315,24 @@ def test_a_wanted_gradient_is_refused(name):
         kv_cache_append(**given)
 
 
+def test_keys_alone_are_written_where_values_are_their_columns(backend):
+    cache, new = _randn(2, 1, 6, 40), _randn(2, 1, 3, 40)
+    expected = _write(cache, new, {(b, t): (b, n + t) for b, n in enumerate((1, 3)) for t in range(3)})
+    kv_cache_append(cache, cache[..., :0], new, new[..., :0], _lengths(1, 3))
+    assert torch.equal(cache, expected)
+    kv_cache_append(cache, cache.new_empty(()).expand(2, 1, 6, 0), new, new[..., :0], _lengths(1, 3))
+    assert torch.equal(cache, expected)
+    with pytest.raises(ValueError, match="v_cache begins where k_cache does"):
+        kv_cache_append(cache, cache[..., :32], new, new[..., :32], _lengths(1, 3))
+    assert torch.equal(cache, expected)
+
+
 def test_one_cache_for_keys_and_values_is_refused():
     given = _arguments()
     kv_cache_append(**given)
-    with pytest.raises(ValueError, match="v_cache begins where k_cache does.*give each its own memory"):
+    with pytest.raises(
+        ValueError, match=r"v_cache begins where k_cache does.*give each its own memory.* k, v\[..., :0\]"
+    ):
         kv_cache_append(**given | {"v_cache": given["k_cache"]})
     kv_cache_append(**given | {"k_cache": given["k_cache"][..., :0], "v_cache": given["k_cache"][..., :0],
                                "k": given["k"][..., :0], "v": given["v"][..., :0]})  # fmt: skip

@@ -15,11 +15,14 @@ from torch.utils._pytree import tree_leaves
 import family_models
 import tilesmith
 from optimize_models import batch, build, ops_everywhere  # noqa: F401
+from tilesmith.engine import use
+from tilesmith.engine.backends import missing
 from tilesmith.models.attention import interface
 from tilesmith.models.generation import cache, decoding
 
 pytest.importorskip("transformers")
 PROMPT = 8
+NO_TRITON = missing("triton", torch.device("cpu"), pinned=True)
 ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero")
 
 
@@ -147,6 +150,25 @@ def test_tokens_are_those_of_transformers(family, padded):
     _same(plain, model, given, do_sample=True, top_k=20, temperature=0.8)
     record = _record(model)
     assert record.calls == 2 and record.replays >= 2 * (10 - 1 - 4) and not record.plain, record.told()
+
+
+@pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_token_is_written_by_one_op(family, monkeypatch):
+    plain, model = _pair(family)
+    dims = []
+
+    def append(k_cache, v_cache, k, v, lengths):
+        dims.append((k.shape[3], v.shape[3]))
+        return plain_append(k_cache, v_cache, k, v, lengths)
+
+    plain_append = cache.ops.kv_cache_append
+    monkeypatch.setattr(cache.ops, "kv_cache_append", append)
+    with use(kv_cache_append="triton"):
+        _same(plain, model, _prompt(3))
+    # latents and the rotated part of keys
+    assert set(dims) == {(16, 16) if family == "llama" else (32, 8)}
+    assert not _record(model).plain
 
 
 @pytest.mark.parametrize("padding", [0, 1, 2])

@@ -32,23 +32,22 @@ def _turned(x, first, angle, interleaved, together=False):
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("new", "tokens"), [(3, 3), (4, 2), (2, 4)])
-def test_new_keys_are_written_and_attended_to(new, tokens, causal, paged):
-    batch, heads, kv_heads, dim, room = 2, 4, 2, 16, 12
+@pytest.mark.parametrize(("dim", "dim_v"), [(16, 16), (192, 128), (13, 7), (12, 33)])
+def test_new_keys_are_written_and_attended_to(dim, dim_v, new, tokens, causal, paged):
+    batch, heads, kv_heads, room = 2, 4, 2, 12
     lengths, pads = (5, 8), (2, 0)
-    q, k, v = (
-        _randn(batch, tokens, heads, dim),
-        _randn(batch, new, kv_heads, dim),
-        _randn(batch, new, kv_heads, dim) + 1,
-    )
+    q, k = _randn(batch, tokens, heads, dim), _randn(batch, new, kv_heads, dim)
+    v = _randn(batch, new, kv_heads, dim_v) + 1
     angle = _randn(room + 4, 6)
     if paged:
         caches, how = (
-            [_randn(7, 4, kv_heads, dim) + i for i in range(2)],
+            [_randn(7, 4, kv_heads, n) + i for i, n in enumerate((dim, dim_v))],
             {"block_table": _ints(5, 0, 3, 1, 4, 2).view(2, 3)},
         )
         rows = [c[how["block_table"].long()].flatten(1, 2) for c in caches]
     else:
-        caches, how = [_randn(5, room, kv_heads, dim) + i for i in range(2)], {"cache_batch_idx": _ints(3, 1)}
+        caches = [_randn(5, room, kv_heads, n) + i for i, n in enumerate((dim, dim_v))]
+        how = {"cache_batch_idx": _ints(3, 1)}
         rows = [c[[3, 1]].clone() for c in caches]
     before = [c.clone() for c in caches]
     out, lse = flash_attn_with_kvcache(
@@ -139,6 +138,8 @@ def test_autocast_casts_before_it_is_checked(query, cache):
         ({"causal": 1}, TypeError, "causal"),
         ({"q": _randn(2, 4, 8)}, ValueError, "q"),
         ({"k": _randn(2, 1, 2, 4)}, ValueError, "k"),
+        ({"v": _randn(2, 1, 2, 4)}, ValueError, r"v_cache has shape \(2, 2, 6, 8\); .* it must be \[2, 2, 6, 4\]"),
+        ({"v": _randn(2, 2, 2, 8)}, ValueError, r"v has shape \(2, 2, 2, 8\); .* it must be \[2, 2, 1, Dv\]"),
     ],
 )
 def test_bad_arguments_are_named_and_nothing_is_written(changes, error, message):

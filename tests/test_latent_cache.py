@@ -139,3 +139,7 @@ def test_flash_attn_with_kvcache_takes_a_latent_cache():
     out = flash_attn_with_kvcache(q, cache, cache[..., :512], **given)
     torch.testing.assert_close(out, flash_attn_with_kvcache(q, cache, cache[..., :512].clone(), **given))
     assert out.shape == (2, 3, 16, 512)
+    before, new = cache.clone(), torch.randn(2, 3, 1, 576)
+    with pytest.raises(ValueError, match=r"v_cache begins where .* written alone, by ops.kv_cache_append\("):
+        flash_attn_with_kvcache(q, cache, cache[..., :512], new, new[..., :512], **given | {"cache_seqlens": 5})
+    assert torch.equal(cache, before)

@@ -45,7 +45,7 @@ def flash_attn_with_kvcache(
 
     q: [B, T, H, D]. k_cache, v_cache: [rows, S, G, D] and [rows, S, G, Dv], or [num_pages, page_size, G, D | Dv] with
         `block_table` int32 [B, pages]; changed in place where `k` is given.
-    k, v: [B, R, G, D] (Dv is D then), written after the first `cache_seqlens` slots of each row. R may differ from T.
+    k, v: [B, R, G, D | Dv], written after the first `cache_seqlens` slots of each row. R may differ from T.
     rotary_cos, rotary_sin: [positions, up to D / 2], only with k: the new keys are rotated by their slots. Queries are
         rotated by cache_seqlens, cache_seqlens + 1, … with `causal` or a window, else all by cache_seqlens.
         rotary_interleaved: features (2i, 2i + 1) form a pair, else the two halves of those that are rotated.

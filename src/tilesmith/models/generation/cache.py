@@ -83,7 +83,7 @@ def _writer(layer: Any, places: list[Tensor]) -> Callable[..., tuple[Tensor, Ten
     def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not places:
             places.append(layer.cumulative_length.expand(keys.shape[0]).contiguous())
-        known = keys.shape == values.shape and keys.dtype is not torch.float64
+        known = keys.shape[:3] == values.shape[:3] and keys.dtype is not torch.float64
         if known and reaches("kv_cache_append", keys):
             ops.kv_cache_append(layer.keys, layer.values, keys, values, places[0])
         else:

@@ -1,7 +1,7 @@
 """kv_cache_append, which writes new keys and values into a cache: what it accepts and which kernels it has.
 
-Legend: B batch rows, T new tokens of a row, H query heads, G kv heads, D head dim, R <= D rotated features of a head,
-S slots of a contiguous cache.
+Legend: B batch rows, T new tokens of a row, H query heads, G kv heads, D head dim of keys and queries, Dv head dim of
+values, R <= D rotated features of a head, S slots of a contiguous cache.
 """
 
 import torch
@@ -80,27 +80,31 @@ def _check_gradients(**tensors: Tensor | None) -> None:
 def _check_caches(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     if k.ndim != 4:
         raise ValueError(f"kv_cache_append: k has shape {tuple(k.shape)}; it must be [B, G, T, D]")
-    if v.shape != k.shape:
-        raise ValueError(f"kv_cache_append: v has shape {tuple(v.shape)}; it must equal k's, {tuple(k.shape)}")
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+        batch, heads, tokens, _ = k.shape
+        raise ValueError(
+            f"kv_cache_append: v has shape {tuple(v.shape)}; for k of shape {tuple(k.shape)} it must be "
+            f"[{batch}, {heads}, {tokens}, Dv]"
+        )
     if k_cache.ndim != 4 or k_cache.shape[1] != k.shape[1] or k_cache.shape[3] != k.shape[3]:
         raise ValueError(
             f"kv_cache_append: k_cache has shape {tuple(k_cache.shape)}; for k of shape {tuple(k.shape)} it must be "
             f"[*, {k.shape[1]}, *, {k.shape[3]}]: [B, G, S, D], or [num_pages, G, page_size, D] with page_table"
         )
-    if v_cache.shape != k_cache.shape:
+    wanted = (*k_cache.shape[:3], v.shape[3])
+    if v_cache.shape != wanted:
         raise ValueError(
-            f"kv_cache_append: v_cache has shape {tuple(v_cache.shape)}, k_cache {tuple(k_cache.shape)}; "
-            "they must be equal"
+            f"kv_cache_append: v_cache has shape {tuple(v_cache.shape)}; for k_cache of shape {tuple(k_cache.shape)} "
+            f"and v of shape {tuple(v.shape)} it must be {list(wanted)}"
         )
-    if begin_together(k_cache, v_cache) and k_cache.numel():
+    if begin_together(k_cache, v_cache) and k_cache.numel() and v_cache.numel():
         raise ValueError(
             "kv_cache_append: v_cache begins where k_cache does, so values would be written over keys; give each its "
-            "own memory"
+            "own memory; keys that hold their values are written alone, by "
+            "ops.kv_cache_append(k_cache, v_cache[..., :0], k, v[..., :0], lengths)"
         )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if 0 in cache.stride() and any(
-            n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)
-        ):
+        if cache.numel() and any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(
                 f"kv_cache_append: {name} is expanded (strides {cache.stride()}), so slots share memory; pass a copy"
             )

@@ -31,10 +31,11 @@ def kv_cache_append(
     rows share), which of them stays is undefined.
 
     Args:
-        k_cache, v_cache: [B, G, S, D], or [num_pages, G, page_size, D] with ``page_table``; changed in place. Any
-            strides, as long as no two elements share memory.
-        k, v: [B, G, T, D] new keys and values; cast to the caches' dtypes, to the largest number of an 8-bit one if
-            they are beyond it.
+        k_cache, v_cache: [B, G, S, D] and [B, G, S, Dv], or [num_pages, G, page_size, D] and [num_pages, G, page_size,
+            Dv] with ``page_table``; changed in place. Any strides, as long as no two elements share memory.
+        k, v: [B, G, T, D] and [B, G, T, Dv], new keys and values; cast to the caches' dtypes, to the largest number of
+            an 8-bit one if they are beyond it. Dv may differ from D (DeepSeek: 192 and 128), and is 0 where values are
+            columns of the keys and only these are written.
         lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
         q: [B, H, Tq, D] queries to rotate, only with ``cos`` and ``sin``; Tq may differ from T.
         cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, max(T, Tq), R / 2]
@@ -76,7 +77,7 @@ def longest(k: Tensor, q: Tensor | None) -> int:
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x [B, G, T, D] divided by the factors [1, G or 1, 1] that readers multiply it with."""
+    """x [B, G, T, *] divided by the factors [1, G or 1, 1] that readers multiply it with."""
     if scale is None:
         return x
     acc = torch.promote_types(x.dtype, torch.float32)

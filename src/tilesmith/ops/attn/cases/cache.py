@@ -61,6 +61,7 @@ def _append(
     dim: int,
     slots: int,
     *,
+    dim_v: int | None = None,
     lengths: tuple[int, ...] = (3,),
     q_heads: int = 0,
     q_tokens: int | None = None,
@@ -73,15 +74,17 @@ def _append(
     small: torch.dtype | None = None,
     scales: int = 0,
 ) -> dict:
-    """Arguments of one call. slots: a page's where `pages` (of a row) is given. positions None: angles by token. small:
-    an 8-bit dtype of the cache. scales: how many factors of keys and of values there are."""
+    """Arguments of one call. dim_v: head dim of values, where it is not `dim`. slots: a page's where `pages` (of a row)
+    is given. positions None: angles by token. small: an 8-bit dtype of the cache. scales: how many factors of keys and
+    of values there are."""
     num_pages = batch * pages + 1
     kind = {"grad": False, "layout": layout, "dtype": small, "init": "normal" if small is None else _normal}
-    cache = T(num_pages if pages else batch, kv_heads, slots, dim, **kind)
-    new = T(batch, kv_heads, tokens, dim, grad=False, layout=layout)
+    dims = {"k": dim, "v": dim if dim_v is None else dim_v}
+    caches = {f"{name}_cache": T(num_pages if pages else batch, kv_heads, slots, n, **kind) for name, n in dims.items()}
+    new = {name: T(batch, kv_heads, tokens, n, grad=False, layout=layout) for name, n in dims.items()}
     q_tokens = tokens if q_tokens is None else q_tokens
     angles = (batch, max(tokens, q_tokens), rotated // 2) if positions is None else (positions, rotated // 2)
-    args = {"k_cache": cache, "v_cache": cache, "k": new, "v": new}
+    args: dict = {**caches, **new}
     args["lengths"] = T(batch, dtype=torch.int32, grad=False, init=_lengths(*lengths))
     args["q"] = T(batch, q_heads, q_tokens, dim, grad=False, layout=layout) if q_heads else None
     args["cos"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.cos)) if rotated else None
@@ -118,6 +121,25 @@ CASES: dict[str, list[Case]] = {
         Case("no_angle", _append(2, 3, 1, 8, 9, lengths=(2, 7), q_heads=2, rotated=8, positions=4), SMALL),
         Case("strided", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="strided"), SMALL),
         Case("transposed", _append(2, 3, 2, 24, 11, q_heads=4, rotated=24, positions=11, layout="transposed"), SMALL),
+        Case(
+            "values_128",
+            _append(2, 3, 2, 192, 11, dim_v=128, q_heads=4, q_tokens=5, rotated=64, positions=11, interleaved=True),
+            SMALL,
+        ),
+        Case(
+            "values_128_paged",
+            _append(2, 5, 2, 192, 4, dim_v=128, lengths=(2, 5), q_heads=4, rotated=64, positions=12, pages=3),
+            SMALL,
+        ),
+        Case(
+            "values_wider",
+            _append(2, 3, 3, 7, 11, dim_v=37, q_heads=3, q_tokens=1, rotated=6, layout="transposed"),
+            SMALL,
+        ),
+        Case("values_narrower", _append(3, 4, 2, 37, 6, dim_v=5, lengths=(-2, 0, 5), layout="strided"), SMALL),
+        Case("values_128_e4m3", _append(2, 3, 2, 192, 11, dim_v=128, small=E4M3, scales=2), SMALL),
+        Case("keys_alone", _append(2, 3, 1, 24, 11, dim_v=0, q_heads=2, rotated=24, positions=11), SMALL),
+        Case("values_alone", _append(2, 3, 2, 0, 11, dim_v=16), SMALL),
         Case("one_feature", _append(2, 2, 1, 1, 5), SMALL),
         Case("no_tokens", _append(2, 0, 2, 8, 5, q_heads=2, rotated=8), SMALL),
         Case("no_rows", _append(0, 2, 2, 8, 5, q_heads=2, rotated=8), SMALL),
@@ -131,9 +153,12 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _bytes(k_cache: Tensor, k: Tensor, q: Tensor | None = None, cos: Tensor | None = None, **_: object) -> int:
+def _bytes(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None = None, cos: Tensor | None = None,
+    **_: object,
+) -> int:  # fmt: skip
     """Keys and values read and written, queries read and written, one angle row a token read twice (cos and sin)."""
-    moved = 2 * k.numel() * (k.element_size() + k_cache.element_size())
+    moved = sum(x.numel() * (x.element_size() + cache.element_size()) for x, cache in ((k, k_cache), (v, v_cache)))
     if q is not None:
         moved += 2 * q.numel() * q.element_size()
     if cos is not None:

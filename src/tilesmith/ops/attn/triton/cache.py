@@ -84,8 +84,8 @@ def _kv_cache_append_kernel(
     cos_ptr, cos_row, cos_token, cos_pair, sin_ptr, sin_row, sin_token, sin_pair, max_positions,
     page_table_ptr, page_table_row, pages, num_pages, page_size, k_scale_ptr, k_scale_head, v_scale_ptr, v_scale_head,
     kv_heads, q_heads, tokens,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, TABLE: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, TABLE: tl.constexpr,
     k_tokens=None, q_tokens=None,
 ):  # fmt: skip
     """CTA (row-and-token, part): a part is a block of heads of k, then of v, then of q. k_tokens, q_tokens: how many of
@@ -134,7 +134,7 @@ def _kv_cache_append_kernel(
         heads = (part - kv_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         _rotate_and_store(
             v_ptr + row * v_row + token * v_token, v_head, v_cache_ptr, vc_head, vc_dim, v_scale_ptr, v_scale_head,
-            1.0, 0.0, heads, kv_heads, written, DIM, 0, BLOCK_PAIRS, BLOCK_DIM, INTERLEAVED,
+            1.0, 0.0, heads, kv_heads, written, DIM_V, 0, BLOCK_PAIRS, BLOCK_DV, INTERLEAVED,
         )  # fmt: skip
     elif q_ptr is not None:
         heads = (part - 2 * kv_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -166,7 +166,8 @@ def _reasons(call) -> list[str]:
 
 
 def _dims(k_cache, v_cache, k, v, lengths, q, *rest) -> dict[str, int]:
-    return {"tokens": k.shape[0] * longest(k, q), "heads": k.shape[1] if q is None else q.shape[1], "dim": k.shape[3]}
+    heads = k.shape[1] if q is None else q.shape[1]
+    return {"tokens": k.shape[0] * longest(k, q), "heads": heads, "dim": max(k.shape[3], v.shape[3])}
 
 
 def _default(dims, arch, dtype) -> AppendConfig:
@@ -203,9 +204,10 @@ def kv_cache_append(
 ) -> Tensor:
     """Launch over (row and token, block of heads of k, v and q)."""
     batch, kv_heads, k_tokens, dim = k.shape
+    dim_v = v.shape[3]
     tokens = longest(k, q)
     rotated_q = k.new_empty(0) if q is None else torch.empty_like(q)
-    if batch * tokens * dim == 0:
+    if batch * tokens * max(dim, dim_v) == 0:
         return rotated_q
     q_heads = 0 if q is None else q.shape[1]
     own = {} if q is None or q.shape[2] == k_tokens else {"k_tokens": k_tokens, "q_tokens": q.shape[2]}
@@ -225,8 +227,8 @@ def kv_cache_append(
         page_table, 0 if page_table is None else page_table.stride(0), pages if k_cache.shape[2] else 0,
         k_cache.shape[0], max(1, k_cache.shape[2]), k_scale, _head_stride(k_scale), v_scale, _head_stride(v_scale),
         kv_heads, q_heads, tokens,
-        DIM=dim, PAIRS=pairs, BLOCK_PAIRS=triton.next_power_of_2(max(1, pairs)),
-        BLOCK_TAIL=triton.next_power_of_2(max(1, dim - 2 * pairs)), BLOCK_DIM=triton.next_power_of_2(dim),
+        DIM=dim, DIM_V=dim_v, PAIRS=pairs, BLOCK_PAIRS=triton.next_power_of_2(max(1, pairs)),
+        BLOCK_TAIL=triton.next_power_of_2(max(1, dim - 2 * pairs)), BLOCK_DV=triton.next_power_of_2(max(1, dim_v)),
         BLOCK_HEADS=config.block_heads, INTERLEAVED=interleaved, TABLE=cos is not None and cos.ndim == 2,
         num_warps=config.num_warps, **own,
     )  # fmt: skip
