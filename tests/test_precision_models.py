@@ -83,10 +83,21 @@ def _trained(model, inputs, prepare, backward, steps=3):
     return losses, list(model.parameters()), seen
 
 
+@pytest.fixture
+def accelerate():
+    """With no state of a trainer before, nor for those behind."""
+    found = pytest.importorskip("accelerate")
+    states = found.state.AcceleratorState, found.state.GradientState, found.state.PartialState
+    for state in states:
+        state._reset_state()
+    yield found
+    for state in states:
+        state._reset_state()
+
+
 @pytest.mark.parametrize("steps", ["loop", "engine"])
-def test_accelerate_trains_a_converted_model(steps):
+def test_accelerate_trains_a_converted_model(steps, accelerate):
     """What `prepare` returns trains as the model does without it: its optimizer's steps renew casts and scales."""
-    accelerate = pytest.importorskip("accelerate")
     inputs = batch("llama")
     model = convert_model_to_fp8(optimize(build("llama")), CONFIG)
     alone = _trained(copy.deepcopy(model), inputs, lambda *both: both, torch.Tensor.backward)
