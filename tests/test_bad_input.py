@@ -778,6 +778,12 @@ NAMES = [
         "only must be",
     ),
     (
+        "no rules",
+        lambda: tilesmith.optimize(torch_nn.Linear(2, 2, device="meta"), only=[]),
+        ValueError,
+        r"only is \[\], which names no rule, .*; give some of norm, .*, or None for all",
+    ),
+    (
         "exclude",
         lambda: tilesmith.optimize(torch_nn.Linear(2, 2, device="meta"), exclude=3),
         TypeError,

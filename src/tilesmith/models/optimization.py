@@ -130,9 +130,9 @@ def optimize(
 
     Raises:
         TypeError: `model` is not a module, `strict` not a bool, or `graphs` neither a bool nor "auto". ValueError:
-        `only` names an unknown rule; `exclude` names neither a rule nor a module, or has a pattern that matches none;
-        `compile` is neither None nor "between"; `graphs` is another string than "auto"; no block repeats for `compile`
-        or `graphs`; `fit_sequence` was called first. RewriteError: see `strict`.
+        `only` names an unknown rule, or none; `exclude` names neither a rule nor a module, or has a pattern that
+        matches none; `compile` is neither None nor "between"; `graphs` is another string than "auto"; no block repeats
+        for `compile` or `graphs`; `fit_sequence` was called first. RewriteError: see `strict`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -188,6 +188,11 @@ def _asked(
             raise TypeError(f"optimize: {name} must be a string or a collection of strings, got {value!r}")
     names = list(dict.fromkeys(rule.name for rule in RULES))  # several may have one name
     wanted = names if only is None else [only] if isinstance(only, str) else list(only)
+    if not wanted:
+        raise ValueError(
+            f"optimize: only is {only!r}, which names no rule, so that nothing would be replaced; give some of "
+            f"{', '.join(names)}, or None for all"
+        )
     unknown = [name for name in wanted if name not in names]
     if unknown:
         raise ValueError(
