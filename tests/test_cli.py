@@ -223,6 +223,11 @@ def test_explain_takes_shapes_and_values():
         (("bench", "all", "--zoo", "3", "--sweep", "tokens"), "--zoo draws the calls"),
         (("bench", OP, "--count", "3"), "--count belongs to --zoo SEED"),
         (("bench", "attention", "--decode"), "--decode belongs to --zoo SEED"),
+        (
+            ("bench", OP, "--shape", "tiny", "--device", "cpu"),
+            "--shape tiny belongs to model; swiglu has cases: --case",
+        ),
+        (("bench", "host", OP, "--limit", "5", "--device", "cpu"), "--limit 5 belongs to model and context-parallel"),
         (("bench", OP, "--tag", "nope", "--device", "cpu"), "case of swiglu is tagged nope; their tags are: bench, "),
         (("tune", "rms_norm", "--case", "nope", "--device", "cpu"), "rms_norm has no case 'nope'"),
         (("tune", "rms_norm", "--case", "small", "--case", "smal", "--device", "cpu"), "Did you mean 'small'?"),

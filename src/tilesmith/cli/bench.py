@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results")
 CALLS = 20  # of a zoo
+SHAPE, LIMIT = "1.5b", 600.0  # of the model, and of what it or context parallelism may take
 
 
 def command(
@@ -64,11 +65,18 @@ def command(
     count: Annotated[int | None, typer.Option(min=1, help=f"With --zoo: how many calls; {CALLS} by default.")] = None,
     decode: Annotated[bool, typer.Option("--decode", help="With --zoo: attention calls of decoding.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Folder for the plots of a sweep, SVG and PNG.")] = None,
-    shape: Annotated[str, typer.Option(help="With model: its size, 1.5b, 1.5b-long or tiny.")] = "1.5b",
+    shape: Annotated[
+        str | None, typer.Option(help=f"With model: its size, 1.5b, 1.5b-long or tiny; {SHAPE} by default.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Interleaved rounds; the median is reported.")] = 5,
     limit: Annotated[
-        float, typer.Option(min=1, help="With model: seconds after which a provider that has not run once is given up.")
-    ] = 600,
+        float | None,
+        typer.Option(
+            min=1,
+            help="With model or context-parallel: seconds after which a provider that has not run once is given up; "
+            f"{LIMIT:g} by default.",
+        ),
+    ] = None,
     forward: Annotated[bool, typer.Option("--forward", help="Measure only the forward of ops.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write results as JSON; rows of other cases are kept.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
@@ -87,10 +95,11 @@ def command(
     if not what:
         refuse("name what to measure: an op, all, model, host or context-parallel")
     _check_zoo(what, zoo, count, decode)
+    _check_model(what, shape, limit)
     if save:
         check_folder("--out", out)
     if "context-parallel" in what:
-        _ranks(what, rounds, limit, tuple(filter(None, against.split(","))), case or (), out if save else None)
+        _ranks(what, rounds, limit or LIMIT, tuple(filter(None, against.split(","))), case or (), out if save else None)
         return
     if plot is not None:
         needs("matplotlib", "bench", "--plot")
@@ -124,7 +133,7 @@ def command(
             asked = {**measure, "progress": told, "so_far": so_far, "only": providers_of(subject, only)}
             named = tuple(case or ()) if sweep else cases_of(subject, case or ())
             if subject == "model":
-                found = _model(shape, {**asked, "limit": limit})
+                found = _model(shape or SHAPE, {**asked, "limit": limit or LIMIT})
             elif subject == "host":
                 found = _host({**asked, "named": named})
             elif zoo is not None:
@@ -171,6 +180,14 @@ def _check_zoo(what: Sequence[str], zoo: int | None, count: int | None, decode: 
         for name in _drawn(decode) if list(what) == ["all"] else what:
             other = name in ("model", "host", "context-parallel") or name.endswith(".json")
             sample(name if other else op_named(name).name, zoo, count or CALLS, decode)
+
+
+def _check_model(what: Sequence[str], shape: str | None, limit: float | None) -> None:
+    """Refuse options of the model's benchmark where it is not measured."""
+    if shape is not None and "model" not in what:
+        refuse(f"--shape {shape} belongs to model; {', '.join(what)} has cases: --case")
+    if limit is not None and not {"model", "context-parallel"} & set(what):
+        refuse(f"--limit {limit:g} belongs to model and context-parallel; leave it out")
 
 
 def _drawn(decode: bool) -> list[str]:
