@@ -214,11 +214,14 @@ def test_packing_is_not_advised_where_it_is_refused(make):
 
 def test_packing_is_advised_for_what_a_part_has():
     (told,) = could_be_packed(build("llama"))
-    assert told.startswith("LlamaAttention, LlamaMLP: ")
+    attention, gated = "LlamaAttention (q_proj, k_proj, v_proj)", "LlamaMLP (gate_proj, up_proj)"
+    assert told.startswith(f"{attention}, {gated}: layers with the same input are not merged")
+    (told,) = could_be_packed(build("mixtral"))  # its experts hold gate and up as one weight
+    assert told.startswith(f"{attention.replace('Llama', 'Mixtral')}: ") and "gate" not in told
     for model in (build("llama"), create_unified_attention_fusion(build("llama"))):
-        for kind, cls in {"attention": "LlamaAttention", "ffn": "LlamaMLP"}.items():
+        for kind, named in {"attention": attention, "ffn": gated}.items():
             (told,) = could_be_packed(model, kind)
-            assert told.startswith(f"{cls}: ")
+            assert told.startswith(f"{named}: ")
         assert not could_be_packed(model, "norm")
     packed = create_unified_attention_fusion(build("llama"), ATTENTION, AGGRESSIVE).fusion_report
     assert {row.cls for row in packed.replaced if row.rule == "pack"} == {"LlamaAttention"}

@@ -123,15 +123,16 @@ class PackRule(Rule):
 
 
 def could_be_packed(model: nn.Module, kind: str | None = None) -> tuple[str, ...]:
-    """A sentence on the classes of modules of which `PackRule(kind)` would pack at least one; none without any."""
-    rule, found = PackRule(kind), set()
+    """A sentence on the classes of modules of which `PackRule(kind)` would pack at least one, with the layers that it
+    would; none without any."""
+    rule = PackRule(kind)
+    found: dict[type, str] = {}
     for fqn, module in model.named_modules() if obstacle(model) is None else ():
-        cls = original_class(type(module))
-        if cls not in found and not _packed(module) and isinstance(rule.match(Site(model, fqn, module)), Replace):
-            found.add(cls)
-    kinds = ", ".join(sorted(cls.__name__ for cls in found))
+        cls, site = original_class(type(module)), Site(model, fqn, module)
+        if cls not in found and not _packed(module) and isinstance(rule.match(site), Replace):
+            found[cls] = f"{cls.__name__} ({', '.join(rule.names(site))})"
     return () if not found else (
-        f"{kinds}: layers with the same input (q, k and v; gate and up) are not merged into one product, which would "
+        f"{', '.join(sorted(found.values()))}: layers with the same input are not merged into one product, which would "
         "move their weights in memory; create_unified_attention_fusion does so at OptimizationLevel.AGGRESSIVE.",
     )  # fmt: skip
 
