@@ -108,6 +108,9 @@ def test_explain_knows_gpus_that_are_not_here(missing):
     assert "rms_norm_vjp -> hopper" in output
     code, output = run("explain", "rms_norm", "--arch", "gfx942", *sizes)
     assert "rms_norm -> triton" in output and "not hopper: gfx942" in output
+    code, output = run("explain", "rms_norm", "--arch", "cpu", *sizes)
+    assert code == 0 and "For a CPU, from the known facts about CPUs; nothing was run." in output
+    assert str(arch_named("cpu")) == "cpu"
     code, output = run("explain", "linear_cross_entropy", "--arch", "sm80", "--json")
     assert json.loads(output)["choices"][0]["kernel"] == "triton"
     for device, kernel in (("cuda", "triton"), ("xpu", "triton"), ("mps", "portable")):

@@ -73,7 +73,8 @@ def command(
         )
         return
     if there is not None:
-        print_lines(f"For {on}, from the known facts about that GPU; nothing was run.", style="dim")
+        told = ("a CPU", "CPUs") if there.kind == "cpu" else (on, "that GPU")
+        print_lines("For {}, from the known facts about {}; nothing was run.".format(*told), style="dim")
     if start is not None and case is None:
         print_lines(_told(start, args), style="dim")
     print_lines(", ".join(f"{name} {_show(value)}" for name, value in built.items()), style="dim")

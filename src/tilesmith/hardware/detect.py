@@ -40,7 +40,10 @@ class Arch:
     warp: int = 1
 
     def __str__(self) -> str:
-        return f"{self.device_name} ({self.name}, {self.sms} {_UNITS.get(self.kind, 'units')})"
+        named = self.name if self.name != self.device_name else ""
+        count = f"{self.sms} {_UNITS.get(self.kind, 'units')}" if self.sms else ""
+        told = ", ".join(filter(None, (named, count)))
+        return f"{self.device_name} ({told})" if told else self.device_name
 
 
 _UNITS = {"cuda": "SMs", "hip": "compute units", "xpu": "Xe cores", "mps": "GPU cores", "cpu": "cores"}
