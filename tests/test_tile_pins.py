@@ -51,6 +51,36 @@ def test_pins_of_no_form_are_refused(pin):
         pass
 
 
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"attention": "triton:block_m=7"}, "attention is pinned to block_m=7, .* must be a power of two, such as 16"),
+        ({"attention": "triton:block_n=0"}, "block_n=0, which triton cannot compile; it must be a power of two"),
+        ({"attention_vjp": "triton:dkv_block_n=96"}, "dkv_block_n=96, .* such as 64"),
+        ({"attention": "triton_split:block_m=48"}, "block_m=48, which triton_split cannot compile"),
+        ({"swiglu": "triton:block=1000"}, "block=1000, .* such as 512"),
+        ({"rms_norm": "triton:num_warps=6"}, "num_warps=6, .* a power of two of at most 64"),
+        ({"rms_norm": "hopper:num_warps=128"}, "num_warps=128, which hopper cannot compile"),
+        ({"attention_vjp": "triton:dq_warps=3"}, "dq_warps=3, "),
+    ],
+)
+def test_values_that_no_kernel_compiles_are_refused_where_they_are_pinned(pins, message):
+    with pytest.raises(ValueError, match=message), use(**pins):
+        pass
+
+
+def test_every_value_that_is_tuned_may_be_pinned():
+    for name, op in ops_by_name().items():
+        for backend in op.backends():
+            configure = getattr(op.kernel(backend).fn, "configure", None)
+            for field, values in configure.space.choices.items() if configure is not None else ():
+                for value in values:
+                    with use(**{name: f"{backend}:{field}={int(value)}"}):
+                        pass
+    with use(softmax_dropout="hopper:num_warps=0"):  # its default, by which the plan chooses
+        pass
+
+
 @pytest.mark.skipif(not SERVED, reason="needs a GPU or Triton's interpreter")
 def test_unknown_fields_are_refused_by_name():
     q = torch.randn(1, 2, 40, 16, device=DEVICE)

@@ -27,6 +27,7 @@ log = logging.getLogger("tilesmith")
 _PINS: ContextVar[dict[str, str] | None] = ContextVar("tilesmith_pins", default=None)
 _CARRIED = "tilesmith_pins"  # what torch carries to its threads that run backwards, which a ContextVar does not reach
 _carries = False  # whether this process has ever pinned anything by `use`
+_MOST_WARPS = 64  # of a block's 1,024 threads on devices with the narrowest warps, of 16
 _environment = dict(settings().pins)
 _warned: set[str] = set()
 
@@ -115,7 +116,7 @@ def use(**backends: str) -> Iterator[None]:
     NotImplementedError with its reasons. "triton:block_m=64:block_n=32" pins fields of the kernel's configuration too
     (and fields that end in _block_m, where it configures several launches); a call raises ValueError where they do not
     fit the device.
-    Raises ValueError for an unknown op or backend.
+    Raises ValueError for an unknown op or backend, and for blocks and warps that Triton cannot compile.
     """
     for name, backend in backends.items():
         check_pin("use()", ops(), name, backend)
@@ -138,10 +139,29 @@ def check_pin(where: str, known: Mapping[str, Any], name: str, backend: Any) -> 
         raise ValueError(f"{where}: there is no op {name!r}. {suggestion(name, known)}")
     if not isinstance(backend, str):
         raise TypeError(f"{where}: {name} must be the name of a backend, got {shown(backend)}")
-    if parse_pin(backend, f"{where}: {name}")[0] not in op.backends():
+    kernel, fields = parse_pin(backend, f"{where}: {name}")
+    if kernel not in op.backends():
         raise ValueError(
             f"{where}: {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}; pin one of them"
         )
+    for field, value in fields.items():
+        allowed = _allowed(op, kernel, field, value)
+        if allowed is not None:
+            raise ValueError(f"{where}: {name} is pinned to {field}={value}, which {kernel} cannot compile; {allowed}")
+
+
+def _allowed(op: Any, backend: str, field: str, value: int) -> str | None:
+    """What a field must be where no kernel of the backend compiles with a value, in words, else None. The kernels are
+    not imported: the fields of the library's own have these names, those of others are their makers' matter."""
+    if not op.reference.__module__.startswith("tilesmith.") or not (in_gluon(backend) or backend.startswith("triton")):
+        return None
+    # 0 leaves a field to the plan of a kernel in Gluon, and a row in registers where rows may be swept by columns
+    power = not value & (value - 1) and (value > 0 or in_gluon(backend) or field == "block_cols")
+    if field.split("_")[-1] == "warps" and not (power and value <= _MOST_WARPS):
+        return f"it must be a power of two of at most {_MOST_WARPS}"
+    if "block" in field.split("_") and not in_gluon(backend) and not power:
+        return f"it must be a power of two, such as {max(16, 1 << value.bit_length() - 1) if value else 64}"
+    return None
 
 
 def by_metadata(op: Any, device: torch.device) -> bool:
