@@ -103,6 +103,9 @@ def test_models_that_fake_tensors_do_not_get_through_are_run_at_some_sizes():
     assert estimate.step == pytest.approx(measured, rel=0.07)
     with pytest.raises(ValueError, match="the model does not run on fake tensors"):
         _layer().memory_estimate(model, 8, sample=x, calibrate=False)
+    for training in (True, False):
+        assert 1 <= _layer().get_optimal_batch_size(model, sample=x, training=training, max_batch_size=64) <= 64
+    assert all(p.grad is None for p in model.parameters())
 
 
 def _state(model):
@@ -147,11 +150,13 @@ def test_a_backward_that_steps_is_refused():
         _layer().get_optimal_batch_size(model)
 
 
-def _costs(time, peak, traced=None):
-    """A model whose steps take `time(b)` seconds and `peak(b)` bytes; memory runs out above 10,000."""
+def _costs(time, peak, traced=None, rows=None, forward=None):
+    """A model whose steps take `time(b)` seconds and `peak(b)` bytes, beyond gradients `rows(b)`, of which in the
+    forward `forward(b)`; memory runs out above 10,000."""
 
-    def run(batch):
-        return Probe(batch, time(batch), peak(batch), 0, peak(batch) <= 10_000)
+    def run(batch, apart=False):
+        more = ((rows or peak)(batch), (forward or rows or peak)(batch)) if apart else (0, 0)
+        return Probe(batch, time(batch), peak(batch), 0, peak(batch) <= 10_000, *more)
 
     return Costs(traced or (lambda b: int(peak(b) * 0.8)), run, 100, 50, 0, 0, 0, True)  # fmt: skip
 
@@ -191,6 +196,46 @@ def test_gradients_that_hide_activations_of_few_rows_do_not_hide_those_of_many()
     assert costs.step(40) == pytest.approx(4000, rel=0.07)
 
 
+# name -> bytes of a step, of one whose gradients are there already, of its forward
+BLIND = {
+    "linear": (lambda b: 40 * b, lambda b: 40 * b, lambda b: 30 * b),
+    "gradients hide activations": (lambda b: max(3000, 40 * b), lambda b: 40 * b, lambda b: 30 * b),
+    "gradients of half the room": (lambda b: max(4500, 30 * b), lambda b: 30 * b, lambda b: 20 * b),
+    "nearly all is gradients": (lambda b: max(7000, 20 * b), lambda b: 20 * b, lambda b: 12 * b),
+    "gradients beside activations": (lambda b: 3000 + 20 * b, lambda b: 20 * b, lambda b: 18 * b),
+    "gradients on the way": (lambda b: max(3000, 1500 + 15 * b, 25 * b), lambda b: 25 * b, lambda b: 20 * b),
+    "a gradient hides rows": (lambda b: max(3000, 20 * b), lambda b: max(400, 20 * b), lambda b: 15 * b),
+    "weights in another dtype": (
+        lambda b: 1500 + max(2000, 20 * b), lambda b: 1500 + 20 * b, lambda b: 1500 + 16 * b,
+    ),
+    "a little superlinear": (
+        lambda b: max(2000, 30 * b + b * b // 50), lambda b: 30 * b + b * b // 50, lambda b: 20 * b + b * b // 50,
+    ),
+    "one row alone": (lambda b: 8000 * b, lambda b: 8000 * b, lambda b: 6000 * b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("time", ["launch-bound first", "long start", "proportional", "worse when large"])
+@pytest.mark.parametrize("curve", BLIND)
+def test_the_batch_is_near_the_best_where_fake_tensors_tell_nothing(curve, time):
+    seconds, (peak, rows, forward) = CURVES[time][0], BLIND[curve]
+    costs = _costs(seconds, peak, lambda b: None, rows, forward)
+    found = best_batch(costs, 9000, 512)
+    assert len(found.probes) <= 3 and peak(found.batch) <= 9000
+    assert all(p.fits for p in found.probes) or curve == "one row alone"
+    best = max(b / seconds(b) for b in range(1, 513) if peak(b) <= 9000)
+    assert found.batch / seconds(found.batch) >= 0.9 * best
+
+
+def test_the_batch_lies_between_runs_where_the_largest_took_too_much():
+    """Memory that grows faster than the rows ends above the room, or runs out."""
+    peak = lambda b: 10 * b + b * b // 30  # noqa: E731
+    for room in (8900, 9000, 9900):
+        costs = _costs(lambda b: 1e-2 + 1e-5 * b, peak, lambda b: None)
+        found = best_batch(costs, room, 512)
+        assert peak(found.batch) <= room
+
+
 def test_too_little_memory_is_said_with_the_numbers():
     with pytest.raises(MemoryError, match="not even one row fits: a step needs 4 kB .* and 2 kB may be taken"):
         best_batch(_costs(lambda b: b, lambda b: 5000 * b), 2000, 8)
@@ -225,6 +270,11 @@ found = probe(model, given, 4, backward=True, device=torch.device("cpu"))
 run = lambda b: max(agreed(Probe(b, 1e-3 + (1 + rank) * 1e-4 * b, 100 * b, 0)), key=lambda p: p.seconds)
 costs = Costs(lambda b: 80 * b, run, 100, 50, 0, 0, 0, True)
 batch = best_batch(costs, 9000 - 4000 * rank, 512).batch
+peak = lambda b: max(3000, 20 * b)
+seconds = lambda b: 1e-3 + (1 + rank) * 1e-4 * b
+one = lambda b, apart=False: Probe(b, seconds(b), peak(b), 0, True, *((20 * b, 15 * b) if apart else ()))
+run = lambda b, **apart: max(agreed(one(b, **apart)), key=lambda p: p.seconds)
+blind = best_batch(Costs(lambda b: None, run, 100, 50, 0, 0, 0, True), 9000 - 4000 * rank, 512).batch
 
 class Fails(torch.nn.Module):
     def __init__(self):
@@ -239,7 +289,7 @@ try:
     said = ""
 except RuntimeError as error:
     said = str(error)
-print(json.dumps([found.seconds, found.peak, batch, said]))
+print(json.dumps([found.seconds, found.peak, batch, said, blind]))
 leave()
 """
 
@@ -254,7 +304,7 @@ def test_all_ranks_get_one_answer(tmp_path):
     outs = [process.communicate(timeout=120) for process in ran]
     assert all(process.returncode == 0 for process in ran), outs
     first, second = (json.loads(out.decode().splitlines()[-1]) for out, _ in outs)
-    assert first == second and 1 <= first[2] <= 50
+    assert first == second and 1 <= first[2] <= 50 and 100 <= first[4] <= 250
     assert "failed on rank 1: KeyError('only here')" in first[3]
 
 
@@ -277,7 +327,7 @@ def test_rules_precision_and_attention_follow_the_facts(arch):
         assert hal.device.type == kind
         model, device = hal.optimize_for_hardware(build("llama")), hal.arch.device_name
     told = " ".join(str(model.tilesmith_report).split())
-    assert f"Fitted to {device} " in told
+    assert f"Fitted to {device}" in told
     assert f"computes in {precision.partition(',')[0]} too" in told and precision.partition(", ")[2] in told
     assert f"Attention: {attention};" in told or f": {attention}, because" in told
     rules = {row.rule for row in model.tilesmith_report.replaced}

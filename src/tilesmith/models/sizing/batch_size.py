@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tilesmith.engine.memory import human_size
 from tilesmith.models.sizing.memory_estimate import MemoryEstimate
@@ -13,6 +14,7 @@ from tilesmith.models.sizing.probes import Probe, agreed
 MOST_PROBES = 3
 NEAR = 0.95  # of the best throughput: more rows are not worth their memory
 SPARE = 0.5  # of what is free: how much the calibrating run may be expected to take
+BACKWARD = 2  # so many times what its forward takes does a step at most, gradients of parameters aside
 LONGEST = 20.0  # seconds that a probe's step may be expected to take
 FAKE = (4, 8)  # batches of the fit; gradients, which do not grow, hide the activations of fewer rows
 
@@ -22,12 +24,12 @@ class Costs:
     """What batches of one model cost.
 
     traced: batch -> bytes of a step beyond parameters, by fake tensors; None where these fail. run: batch -> a real
-    step. here: whether the model is where it can be run. probes: real runs so far. allocated_state: of optimizer_state,
-    what is allocated already. The rest: bytes.
+    step; with apart=True it also says what the rows take without gradients. here: whether the model is where it can be
+    run. probes: real runs so far. allocated_state: of optimizer_state, what is allocated already. The rest: bytes.
     """
 
     traced: Callable[[int], int | None]
-    run: Callable[[int], Probe]
+    run: Callable[..., Probe]
     parameters: int
     gradients: int
     optimizer_state: int
@@ -65,15 +67,18 @@ class Costs:
         return self._from_runs(batch)
 
     def _from_runs(self, batch: int) -> int:
+        """Between two runs their chord, which the peak is not above: it is the highest of the levels of a step's
+        moments, each of which grows evenly with the rows. Beyond them, see `_beyond`."""
         fitting = sorted((p for p in self.probes if p.fits and p.peak), key=lambda p: p.batch)
-        if len(fitting) < 2:
+        if len(fitting) < 2 and not any(p.rows for p in fitting):
             raise ValueError(
                 "the model does not run on fake tensors, and it was not run at two batch sizes: move it to the device "
                 "and pass calibrate=True"
             )
-        low, high = fitting[-2:]  # not the first, whose activations gradients may hide
-        slope = (high.peak - low.peak) / (high.batch - low.batch)
-        return max(0, int(high.peak + slope * (batch - high.batch)))
+        for low, high in pairwise(fitting):
+            if low.batch < batch < high.batch:
+                return math.ceil(low.peak + (high.peak - low.peak) * (batch - low.batch) / (high.batch - low.batch))
+        return _beyond(fitting[-2:], batch)
 
     def at(self, batch: int) -> MemoryEstimate:
         """The estimate of a batch."""
@@ -92,10 +97,10 @@ class Costs:
         half of `batch` if that fits even should all memory grow with the rows."""
         if self.fake(1) is None:
             for rows in (1, 2):
-                self.probes.append(self.run(rows))
+                self.probes.append(self.run(rows, apart=True))
             two, half = self.probes[-1], batch // 2
             if half > 2 and two.fits and two.peak * half // 2 <= SPARE * min(agreed(free)):
-                self.probes.append(self.run(half))
+                self.probes.append(self.run(half, apart=True))
             return
         least = self.least()
         rows = max(least, batch)
@@ -116,6 +121,37 @@ class Costs:
         return batch
 
 
+def _beyond(ran: list[Probe], batch: int) -> int:
+    """Bytes of a step of more rows than were run, by the last one or two runs.
+
+    A step holds what the rows take when its forward is over, and the gradients when its backward is: at its peak
+    whichever is more, or some of both.
+    """
+    low, high = ran[0], ran[-1]
+    if len(ran) < 2:  # all that one row took without gradients may grow with the rows
+        return high.peak + min(high.rows, BACKWARD * high.forward) * (batch - high.batch)
+    more, rows, slope = high.batch - low.batch, high.peak, (high.peak - low.peak) / (high.batch - low.batch)
+    if low.forward and high.forward:
+        rows, slope = high.rows, _slope(low, high)
+    # a peak that grows as fast as the rows do has gradients beside them, one that does not grow is of gradients alone
+    grown = (high.peak - low.peak) / max(1.0, slope * more)
+    beside = max(0, high.peak - rows) * min(1.0, grown)
+    return max(high.peak, math.ceil(rows + beside + slope * (batch - high.batch)))
+
+
+def _slope(low: Probe, high: Probe) -> float:
+    """Bytes that a row takes in a step, gradients aside.
+
+    In a forward's fixed + row · batch nothing hides. In the rest of the step few rows may hide behind the gradient that
+    is being added: where they mostly do, what they take is bounded by all that is not fixed, and by `BACKWARD`.
+    """
+    row, seen = ((b - a) / (high.batch - low.batch) for a, b in ((low.forward, high.forward), (low.rows, high.rows)))
+    if 2 * seen >= row:
+        return max(row, seen)
+    fixed = max(0.0, high.forward - row * high.batch)
+    return max(row, min((high.rows - fixed) / high.batch, BACKWARD * row))
+
+
 @dataclass(frozen=True)
 class Knee:
     """The batch that was chosen, and the runs that led there."""
@@ -132,29 +168,51 @@ def best_batch(costs: Costs, room: int, most: int) -> Knee:
     costs.probes = []
     tracing = costs.fake(1) is not None
     first = _start(costs, room, most) if tracing else 1
-    probes = [_ran(costs, first)]
-    if not probes[0].fits:
+    probes = costs.probes
+    if not _ran(costs, first, apart=not tracing).fits:
         raise MemoryError(f"a step of batch {first} ran out of memory, with {human_size(room)} expected to be free")
     if not tracing:
-        probes.append(_ran(costs, 2))
-        if not probes[-1].fits:
-            return Knee(1, tuple(probes))
+        most = _hop(costs, room, most)
     limit = min(agreed(costs.largest(room, most)))
     if limit < 1:
         raise MemoryError(_too_large(costs, room))
-    top = min(limit, max(first, int(first * LONGEST / max(probes[0].seconds, 1e-9))))
-    if top > max(p.batch for p in probes):
-        probes.append(_ran(costs, top))
-        if not probes[-1].fits:
-            top = max(first, top // 2)
+    top = _top(probes, limit)
+    if top > _last(probes).batch:
+        if not _ran(costs, top).fits:
+            top = limit = _last(probes).batch if len(probes) == MOST_PROBES else max(first, top // 2)
+        elif not tracing and max(agreed(costs.needs(top) > room)):  # more was held than was expected
+            top = limit = min(agreed(costs.largest(room, top)))
     chosen = min(max(costs.least(), _knee(probes, top)), top)
     if len(probes) < MOST_PROBES and chosen not in [p.batch for p in probes]:
-        probes.append(_ran(costs, chosen))
+        _ran(costs, chosen)
     return Knee(_settled(probes, chosen, limit), tuple(probes))
 
 
-def _ran(costs: Costs, batch: int) -> Probe:
-    found = costs.run(batch)
+def _hop(costs: Costs, room: int, most: int) -> int:
+    """Run as many rows as fit even if all that one row took grows with the rows, at least two, to see what does.
+    Returns the most that a batch may have from then on: of one that did not fit, a quarter."""
+    sure = min(agreed(costs.largest(room, most)))
+    if sure < 1:
+        raise MemoryError(_too_large(costs, room))
+    rows = min(most, max(2, _top(costs.probes, sure)))
+    if rows < 2 or _ran(costs, rows, apart=True).fits:
+        return most
+    return max(1, rows // 4)
+
+
+def _last(probes: list[Probe]) -> Probe:
+    """The largest batch that ran."""
+    return max((p for p in probes if p.fits), key=lambda p: p.batch)
+
+
+def _top(probes: list[Probe], limit: int) -> int:
+    """At most `limit` rows, and as many as are expected to take no longer than a probe may."""
+    last = _last(probes)
+    return min(limit, max(last.batch, int(last.batch * LONGEST / max(last.seconds, 1e-9))))
+
+
+def _ran(costs: Costs, batch: int, apart: bool = False) -> Probe:
+    found = costs.run(batch, apart=True) if apart else costs.run(batch)
     costs.probes.append(found)
     return found
 
@@ -200,8 +258,12 @@ def rounded(batch: int, top: int) -> int:
 
 
 def _settled(probes: list[Probe], chosen: int, limit: int) -> int:
-    """`chosen` if it ran near the best that was seen, else the smallest batch that did."""
-    fitting = [p for p in probes if p.fits and p.batch <= limit]
-    best = max(p.throughput for p in fitting)
-    near = [p.batch for p in fitting if p.throughput >= NEAR * best]
+    """`chosen` if it ran near the best that was seen, else the smallest batch that did. A `limit` between two runs was
+    seen by their chord."""
+    seen = {p.batch: p.throughput for p in probes if p.fits and p.batch <= limit}
+    for low, high in pairwise(sorted((p for p in probes if p.fits), key=lambda p: p.batch)):
+        if low.batch < limit < high.batch:
+            share = (limit - low.batch) / (high.batch - low.batch)
+            seen[limit] = limit / (low.seconds + share * (high.seconds - low.seconds))
+    near = [batch for batch, rate in seen.items() if rate >= NEAR * max(seen.values())]
     return chosen if chosen in near else min(near)

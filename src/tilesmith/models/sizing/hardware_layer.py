@@ -146,9 +146,11 @@ class HardwareAbstractionLayer:
         """The smallest batch that reaches 95 % of the throughput of the largest one that fits.
 
         At most three batches are run, a few steps each, on the model's device; what fits follows from fake tensors and
-        the first of them (`estimate_memory_usage`). Parameters, gradients, buffers, training flags and random numbers
-        are left as they were; an optimizer is not stepped. All ranks of an initialised process group must call it
-        together, and get one answer: that of the rank with the least memory and the longest times.
+        the first of them (`estimate_memory_usage`). A model that does not run on fake tensors is run at one row, at as
+        many as then fit even if all that it held grows with the rows, and at as many as should fit. Parameters,
+        gradients, buffers, training flags and random numbers are left as they were; an optimizer is not stepped. All
+        ranks of an initialised process group must call it together, and get one answer: that of the rank with the least
+        memory and the longest times.
 
         sample, sequence_length, training, optimizer: as of `memory_estimate`. max_batch_size: no larger one is tried.
         memory_fraction: of what is free, how much a step may take.
@@ -237,7 +239,9 @@ class HardwareAbstractionLayer:
 
         return Costs(
             traced=traced,
-            run=lambda batch: probe(model, given, batch, backward=training, device=self.device),
+            run=lambda batch, apart=False: probe(
+                model, given, batch, backward=training, device=self.device, apart=apart
+            ),
             parameters=held(iter((*parameters, *model.buffers()))),
             gradients=sum(local(p).nbytes for p in parameters if p.requires_grad) if training else 0,
             optimizer_state=state,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tilesmith.engine.memory import workspaces
 from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import EVENTS, peak_memory
 from tilesmith.engine.torch_private import autocasts
 from tilesmith.models.layers.tiles import TILE
-from tilesmith.models.sizing.sample_inputs import Sample
+from tilesmith.models.sizing.sample_inputs import Sample, loss_of
 
 TIMED = 3  # steps of a probe whose median counts, after one that is not timed
 # device -> what libraries were seen to keep on it; they take it once in a process, perhaps before the first probe
@@ -27,14 +27,17 @@ PATIENCE = 2.0  # seconds of a step from which on one is enough
 @dataclass(frozen=True)
 class Probe:
     """One real step of `batch` rows. seconds: of a step; peak: bytes beyond what was there before, 0 where the device
-    does not tell (Apple); kept: bytes that
-    stay on the device though the step is over, as workspaces of libraries do. fits: False where memory ran out."""
+    does not tell (Apple); kept: bytes that stay on the device though the step is over, as workspaces of libraries do.
+    fits: False where memory ran out. rows: the peak beyond gradients that are there already; forward: the peak of a
+    forward whose backward is to come. Both are 0 where they were not asked for."""
 
     batch: int
     seconds: float
     peak: int
     kept: int
     fits: bool = True
+    rows: int = 0
+    forward: int = 0
 
     @property
     def throughput(self) -> float:
@@ -79,8 +82,13 @@ def _attention(module: nn.Module) -> str:
     return str(getattr(module.__dict__.get("config"), "_attn_implementation", ""))
 
 
-def probe(model: nn.Module, sample: Sample, batch: int, *, backward: bool, device: torch.device) -> Probe:
+def probe(
+    model: nn.Module, sample: Sample, batch: int, *, backward: bool, device: torch.device, apart: bool = False
+) -> Probe:
     """Run a few steps of so many rows and leave the model as it was. All ranks get the worst of their figures.
+
+    apart: also see what the rows take without gradients, of a step that adds to some that are there, for which there
+    has to be room, and of a forward.
 
     Raises what the model raises, on every rank, except that memory runs out, which the result says.
     """
@@ -89,6 +97,9 @@ def probe(model: nn.Module, sample: Sample, batch: int, *, backward: bool, devic
         with torch.inference_mode(False), state_preserved(model):
             model.train(backward)
             found = _measured(model, sample, batch, backward, device)
+            if apart and found.peak:
+                alone = _rows_alone(model, sample, batch, device) if backward else (found.peak, found.peak)
+                found = replace(found, rows=alone[0] or found.peak, forward=alone[1])
     except torch.OutOfMemoryError:
         found = Probe(batch, 0.0, 0, 0, fits=False)
     except Exception as problem:
@@ -104,7 +115,8 @@ def probe(model: nn.Module, sample: Sample, batch: int, *, backward: bool, devic
         raise problem from (found if isinstance(found, Exception) else None)
     fits = all(one.fits for one in everyone)
     return Probe(batch, max(p.seconds for p in everyone), max(p.peak for p in everyone),
-                 max(p.kept for p in everyone), fits)  # fmt: skip
+                 max(p.kept for p in everyone), fits, max(p.rows for p in everyone),
+                 max(p.forward for p in everyone))  # fmt: skip
 
 
 def _measured(model: nn.Module, sample: Sample, batch: int, backward: bool, device: torch.device) -> Probe:
@@ -120,6 +132,22 @@ def _measured(model: nn.Module, sample: Sample, batch: int, backward: bool, devi
     peak = peak_memory(step, device) if device.type in ("cpu", *EVENTS) else 0
     times = [_timed(step, device) for _ in range(1 if first > PATIENCE else TIMED)]
     return Probe(batch, statistics.median(times), peak, kept)
+
+
+def _rows_alone(model: nn.Module, sample: Sample, batch: int, device: torch.device) -> tuple[int, int]:
+    """(the peak of a step beyond parameters and their gradients, or 0 where there is no room for both; the peak of a
+    forward)."""
+
+    def run() -> Tensor:
+        args, kwargs = sample.batched(batch)
+        return loss_of(model(*args, **kwargs))
+
+    forward = peak_memory(run, device)
+    try:
+        sample.step(model, batch)
+        return peak_memory(lambda: sample.step(model, batch), device), forward
+    except torch.OutOfMemoryError:
+        return 0, forward
 
 
 def _timed(step: Any, device: torch.device) -> float:
