@@ -104,11 +104,8 @@ def command(
     if plot is not None:
         needs("matplotlib", "bench", "--plot")
         check_folder("--plot", plot)
-    results = [Path(name) for name in what if name.endswith(".json")]
-    if results:
-        if len(results) < len(what):
-            refuse("plot saved results, or measure; not both at once")
-        _saved(results, plot)
+    if any(name.endswith(".json") for name in what):
+        _saved(what, plot)
         return
     _check_together(zoo, sweep, bool(tag or case), plot)
     from tilesmith.bench.document import save as write
@@ -278,10 +275,13 @@ def _plot(document: dict[str, Any], folder: Path, told: Console = console) -> No
     told.print(f"drew {', '.join(map(str, paths))}", highlight=False, soft_wrap=True)
 
 
-def _saved(paths: list[Path], folder: Path | None) -> None:
+def _saved(what: list[str], folder: Path | None) -> None:
     """Plot saved sweeps."""
     from tilesmith.bench.document import load
 
+    paths = [Path(name) for name in what if name.endswith(".json")]
+    if len(paths) < len(what):
+        refuse("plot saved results, or measure; not both at once")
     if folder is None:
         refuse(f"{paths[0]} is a result; --plot FOLDER draws it")
     for path in paths:
