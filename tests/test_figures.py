@@ -218,6 +218,14 @@ SAID = [
         ],
     ),
     Said("README.md", "`graphs=True` {:.1f} to {:.1f}.", lambda: [min(_with_graphs()), max(_with_graphs())]),
+    Said(
+        "README.md",
+        "takes {:.0f} µs on one H200; bf16 takes {:.0f} and torchao's int4 {:.0f}",
+        lambda: [
+            _at("sm90/adaptive-precision", "times", {"work": "1 x 14336 x 4096"}, "us", name)
+            for name in ("4 bits", "bf16", "torchao int4")
+        ],
+    ),
     Said("docs/models.md", "takes the device {:.1f} ms and the host {:.1f}, more than the plain model", _bert),
     Said(BENCH, "54 calls): {:.2f} and {:.2f}.", lambda: _zoo("attention-decode-zoo", "forward")),
     Said(BENCH, "takes {:.2f} times as long in the geometric mean and {:.2f} at most", _beside_products),
