@@ -196,3 +196,14 @@ def test_partly_frozen_layers_compute_alone():
     model.k.weight.requires_grad_(False)
     _, grads = _grads(model, X)
     assert model.k.weight.grad is None and model.q.weight.grad is not None and grads[0].isfinite().all()
+
+
+def test_layers_that_are_elsewhere_do_not_take_part():
+    """As where hooks bring the weights of one layer at a time."""
+    model = _converted(widths=(64, 64, 64))
+    held = model.k.weight
+    model.k.weight = nn.Parameter(torch.empty_like(held, device="meta"))
+    q = model.q(X)
+    model.k.weight = held
+    assert (q - nn.functional.linear(X, model.q.weight)).norm() < 0.1 * q.norm()
+    assert model.k(X).shape == q.shape

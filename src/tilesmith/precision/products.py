@@ -225,7 +225,7 @@ class _Together(torch.autograd.Function):
         ctx.plan, ctx.gradient, ctx.shape, ctx.sizes = plan, (bound, amax), x.shape, [w.shape[0] for w in weights]
         ctx.dtypes = x.dtype, *(p.dtype for p in parameters)
         # tensors of their own in y's memory, which a caller may write into
-        starts = itertools.accumulate(ctx.sizes, initial=0)
+        starts = itertools.accumulate(ctx.sizes, initial=y.storage_offset())
         rows = y.stride(0)
         strides = [rows * n for n in _suffix_products(x.shape[:-1])]
         storage = y.untyped_storage()

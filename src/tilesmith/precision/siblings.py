@@ -56,11 +56,12 @@ class FP8Siblings(CastsWeights, Siblings):
         return found
 
     def served(self, x: Tensor) -> bool:
-        """Whether all layers take x in 8 bits, and have gradients together."""
+        """Whether all layers are where x is, take it in 8 bits, and have gradients together."""
         if not self.training or torch.compiler.is_compiling() or any(map(parametrized, self.layers)):
             return False
         weights = self.weights()
-        alike = len({(w.requires_grad, w.dtype) for w in weights}) == 1
+        kinds = {(w.requires_grad, w.dtype, w.device) for w in weights}
+        alike = len(kinds) == 1 and weights[0].device == x.device  # hooks that offload bring one layer at a time
         return alike and all(layer.serves(x, weight) for layer, weight in zip(self.layers, weights))
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
