@@ -312,32 +312,35 @@ def _fuse(model: nn.Module, config: FP8Config, relay: Relay) -> list[Row]:
             _attach(module, FP8GatedMLP(config, layers))
             rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("swiglu_fp8",), "gate and up as one"))
     for fqn, module in list(model.named_modules()):
-        names = _siblings(module)
-        if names:
-            together = FP8Siblings(config, [module._modules[name] for name in names])
+        layers = _siblings(module)
+        if layers:
+            together = FP8Siblings(config, list(layers.values()))
             module.add_module(TOGETHER, together.train(module.training))
-            told = f"{', '.join(names)} as one product"
+            told = f"{', '.join(layers)} as one product, in eager training"
             rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("scaled_matmul",), told))
     return rows
 
 
-def _siblings(module: nn.Module) -> tuple[str, ...]:
-    """The converted layers of a module that read one tensor and may be computed together."""
-    linears = {name: child for name, child in module.named_children() if type(child) is FP8LinearLayer}
-    names = packable(original_class(type(module)), tuple(linears))
-    layers = [linears[name] for name in names]
-    alike = len({(x.in_features, x.weight.dtype, x.weight.device, x.bias is None) for x in layers}) == 1
-    return names if alike and not any(layer.fused for layer in layers) else ()
+def _siblings(module: nn.Module) -> dict[str, nn.Linear]:
+    """The converted layers of a module that read one tensor and may be computed together, by name."""
+    layers = _of_one_input(module, FP8LinearLayer)
+    kinds = {(x.in_features, x.weight.dtype, x.weight.device, x.bias is None) for x in layers.values()}
+    return layers if len(kinds) == 1 and not any(layer.fused for layer in layers.values()) else {}
 
 
 def _outputs_together(model: nn.Module) -> dict[int, int]:
     """By the id of a linear layer that reads one tensor with others of its module, the outputs of all of them."""
     found = {}
     for module in model.modules():
-        linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
-        layers = [linears[name] for name in packable(original_class(type(module)), tuple(linears))]
+        layers = _of_one_input(module, nn.Linear).values()
         found.update(dict.fromkeys(map(id, layers), sum(layer.out_features for layer in layers)))
     return found
+
+
+def _of_one_input(module: nn.Module, kind: type[nn.Linear]) -> dict[str, nn.Linear]:
+    """The children of one kind that a module gives the same tensor, by name, in the order of the calls."""
+    linears = {name: child for name, child in module.named_children() if isinstance(child, kind)}
+    return {name: linears[name] for name in packable(original_class(type(module)), tuple(linears))}
 
 
 def _feeding_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

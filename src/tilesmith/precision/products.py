@@ -7,8 +7,6 @@ x and dy are needed transposed for the weight's gradient. What a forward keeps o
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilesmith import ops
+from tilesmith.rewrite.siblings import joined, parts_of
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -224,15 +223,7 @@ class _Together(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.gradient, ctx.shape, ctx.sizes = plan, (bound, amax), x.shape, [w.shape[0] for w in weights]
         ctx.dtypes = x.dtype, *(p.dtype for p in parameters)
-        # tensors of their own in y's memory, which a caller may write into
-        starts = itertools.accumulate(ctx.sizes, initial=y.storage_offset())
-        rows = y.stride(0)
-        strides = [rows * n for n in _suffix_products(x.shape[:-1])]
-        storage = y.untyped_storage()
-        return tuple(
-            y.new_empty(0).set_(storage, start, (*x.shape[:-1], size), (*strides, 1))
-            for start, size in zip(starts, ctx.sizes)
-        )
+        return parts_of(_shaped(y, x), ctx.sizes)
 
     @staticmethod
     @once_differentiable
@@ -241,13 +232,10 @@ class _Together(torch.autograd.Function):
         count, (x_dtype, *dtypes) = len(ctx.sizes), ctx.dtypes
         wants = ctx.needs_input_grad
         wants_x, wants_weights = wants[0], any(wants[11 : 11 + count])
-        given = [dy is not None for dy in grads]
-        if not any(given):
+        dy = joined(grads, ctx.sizes)
+        if dy is None:
             return (None,) * len(wants)
-        like = next(dy for dy in grads if dy is not None)
-        shape = like.shape[:-1].numel()
-        parts = [like.new_zeros(shape, n) if dy is None else dy.reshape(-1, n) for dy, n in zip(grads, ctx.sizes)]
-        dy = torch.cat(parts, 1)
+        dy = dy.reshape(-1, dy.shape[-1])
         dx, dparameters = None, [None] * len(dtypes)
         if wants_x or wants_weights:
             d = cast_tensorwise(dy, *ctx.gradient, ctx.plan.backward, wants_x, wants_weights)
@@ -258,13 +246,9 @@ class _Together(torch.autograd.Function):
             dparameters[:count] = _product(d.x8_t, x8_t, d.factor, x_factor, dtypes[0]).split(ctx.sizes)
         if len(dtypes) > count and any(wants[11 + count :]):
             dparameters[count:] = [g.to(t) for g, t in zip(dy.sum(0).split(ctx.sizes), dtypes[count:])]
-        asked = [wanted and there for wanted, there in zip(wants[11:], given * 2)]
-        return dx, *(None,) * 10, *(g if there else None for g, there in zip(dparameters, asked))
-
-
-def _suffix_products(sizes: Sequence[int]) -> list[int]:
-    """For each dim of rows laid out one after the other how many rows are between its neighbours."""
-    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        used = [dy is not None for dy in grads] * 2  # the weights' and the biases'
+        found = (g if wanted and there else None for g, wanted, there in zip(dparameters, wants[11:], used))
+        return dx, *(None,) * 10, *found
 
 
 class Bounds(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,24 @@ class Siblings:
         if asked is None:
             asked = self.asked[thread] = _Asked(self)
         return None if asked.off else asked.output(layer, which, x)
+
+
+def parts_of(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The columns of a product y [..., N] as tensors of their own in y's memory, which are disjoint and may be written
+    to. For the forward of an autograd function, whose results may be no views."""
+    starts = itertools.accumulate(sizes, initial=y.storage_offset())
+    shapes = [(*y.shape[:-1], size) for size in sizes]
+    storage = y.untyped_storage()
+    return tuple(y.new_empty(0).set_(storage, start, shape, y.stride()) for start, shape in zip(starts, shapes))
+
+
+def joined(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """The gradient of a product from those of its parts, zeros for one that has none; None where no part has one."""
+    like = next((grad for grad in grads if grad is not None), None)
+    if like is None:
+        return None
+    shape = like.shape[:-1]
+    return torch.cat([like.new_zeros((*shape, n)) if g is None else g for g, n in zip(grads, sizes)], -1)
 
 
 class _Asked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilesmith.rewrite.siblings import Siblings
+from tilesmith.rewrite.siblings import Siblings, joined, parts_of
 
 # A backward joins the gradients of the parts first, one pass over them. Above so many rows that costs more than the
 # launches that it saves: at 8,192 rows of a Llama of 8 B it reads and writes 0.9 GB for gate and up.
@@ -48,21 +47,13 @@ class _Parts(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Views of no element: whoever writes to a weight before the backward is told, and nothing is kept.
         ctx.save_for_backward(*(weight.detach()[:0] for weight in weights))
-        starts = itertools.accumulate(sizes, initial=y.storage_offset())
-        shapes = [(*y.shape[:-1], size) for size in sizes]
-        storage = y.untyped_storage()
-        return tuple(y.new_empty(0).set_(storage, start, shape, y.stride()) for start, shape in zip(starts, shapes))
+        return parts_of(y, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         ctx.saved_tensors  # noqa: B018 - raises for a weight that was written to
         ctx.used.update(i for i, grad in enumerate(grads) if grad is not None)
-        like = next((grad for grad in grads if grad is not None), None)
-        if like is None:
-            return None, None, None, None
-        shape = like.shape[:-1]
-        given = [like.new_zeros((*shape, n)) if g is None else g for g, n in zip(grads, ctx.sizes)]
-        return torch.cat(given, -1), None, None, None
+        return joined(grads, ctx.sizes), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor, ...]:
