@@ -17,6 +17,13 @@ WAVE = 3  # tiles of a warp that are under way
 WIDTHS = gl.constexpr(reference.WIDTHS)
 
 
+@gluon.constexpr_function
+def magic(dtype):
+    """(ONE, MAGIC, MAGIC_16): with the bits of MAGIC around it a field of 7 bits (fp16: 10) is a number of dtype, ONE
+    plus the field's value; with those of MAGIC_16 it is 16 times that."""
+    return (128.0, 0x43004300, 0x45004500) if dtype == gl.bfloat16 else (1024.0, 0x64006400, 0x74007400)
+
+
 @gluon.jit
 def load_plane(codes_ptr, at, inside, PLANE: gl.constexpr):
     """The words of a plane of a tile of each warp, int32 [W, 16, 8]; words that a plane of 1 or 2 bits lacks are others
@@ -84,11 +91,14 @@ def fields(words, STEP: gl.constexpr, PLANE: gl.constexpr):
 
 
 @gluon.jit
-def within(words, bits, PLANE: gl.constexpr, AT: gl.constexpr):
-    """Of the halves of words the PLANE lowest bits, AT bits higher, and `bits` around them: (words & mask) | bits. One
-    instruction where the mask is in a register; ptxas makes two of constants."""
-    if AT > 0:
-        words = words << AT
+def among(words, bits, SHIFT: gl.constexpr, PLANE: gl.constexpr, AT: gl.constexpr):
+    """The PLANE bits of both halves of words that begin at bit SHIFT, moved to bit AT, with `bits` around them. The
+    last step, (words & mask) | bits, is one instruction where the mask is in a register; ptxas makes two of
+    constants."""
+    if SHIFT > AT:
+        words = words >> (SHIFT - AT)
+    if SHIFT < AT:
+        words = words << (AT - SHIFT)
     mask = gl.full_like(words, (((1 << PLANE) - 1) << AT) * 0x10001)
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [words, mask, bits], dtype=gl.int32, is_pure=True, pack=1
@@ -103,8 +113,8 @@ def codes_of(low, high, STEP: gl.constexpr, LOWEST: gl.constexpr, MORE: gl.const
     around = gl.full_like(code, BITS)
     if MORE > 0:
         # the same threads have them, in registers of another order
-        around = within(gl.convert_layout(fields(high, STEP, MORE), code.type.layout), around, MORE, LOWEST)
-    return within(code, around, LOWEST, 0)
+        around = among(gl.convert_layout(fields(high, STEP, MORE), code.type.layout), around, 0, MORE, LOWEST)
+    return among(code, around, 0, LOWEST, 0)
 
 
 @gluon.jit

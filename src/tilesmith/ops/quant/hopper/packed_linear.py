@@ -23,6 +23,7 @@ from tilesmith.ops.quant.hopper.packed import (
     StripConfig,
     codes_of,
     load_tiles,
+    magic,
     scale_refused,
     strip_tables,
     tables_of,
@@ -90,10 +91,9 @@ def _multiply(acc, tiles, inputs, WIDTH: gl.constexpr, LOWEST: gl.constexpr, AHE
     B: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     MORE: gl.constexpr = WIDTH - LOWEST
     BESIDE: gl.constexpr = 0 if WIDTH == 8 else MORE  # bits of the second plane in one number with those of the first
-    # with these bits above it a field of 7 bits (fp16: 10) is ONE plus its value, or 16 times that
-    ONE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
-    MAGIC: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
-    MAGIC_16: gl.constexpr = 0x45004500 if dtype == gl.bfloat16 else 0x74007400
+    ONE: gl.constexpr = magic(dtype)[0]
+    MAGIC: gl.constexpr = magic(dtype)[1]
+    MAGIC_16: gl.constexpr = magic(dtype)[2]
     OFFSET: gl.constexpr = ONE * 17 if WIDTH == 8 else ONE
     ones = gl.full([W, 16, 16], 1.0, dtype, A)
     low, high, scales, zeros, _ = tiles
@@ -173,11 +173,16 @@ def _tells(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor, strips: Tensor, rows: int
 ) -> list[str]:
     tokens = row_count(x)
-    if tokens == 1 and is_16_byte_aligned(codes):
+    if _by_row(tokens, codes):
         return ["packed_row_kernel: one row on tensor cores, tiles from memory to registers four at a time"]
     if tokens <= MOST_ROWS:
         return [f"packed_rows_kernel: {tokens} rows on tensor cores, which take codes as they are unpacked"]
     return [f"{tokens} rows: the weight is dequantised, the product is the device library's"]
+
+
+def _by_row(tokens: int, codes: Tensor) -> bool:
+    """Whether packed_row computes a call; it loads codes 16 bytes at a time."""
+    return tokens == 1 and is_16_byte_aligned(codes)
 
 
 def _warps(dims: dict[str, int], arch: Any, dtype: Any) -> StripConfig:
@@ -217,7 +222,7 @@ def dequant_linear(
     flat, _ = aligned(as_rows(x))
     flat = flat.view(torch.int32)
     packed = tuple(t.contiguous() for t in (codes, *tables))
-    if tokens == 1 and is_16_byte_aligned(codes):
+    if _by_row(tokens, codes):
         row_product(flat, packed, y, config.num_warps, arch_of(x.device).sms)
         return y
     columns = max(8, next_power_of_2(tokens))

@@ -9,16 +9,17 @@ Threads hold their registers by name: a tensor here has one number a thread. Thr
 in a warp. What a warp decides for itself (`_warp`) is a scalar to the compiler, which then branches by it.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
 
 from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait, launch_dependents, reserve_smem, syncthreads
 from tilesmith.engine import launch
-from tilesmith.ops.quant.hopper.packed import WIDTHS
+from tilesmith.ops.quant.hopper.packed import WIDTHS, among, magic
 
-BATCH = 4  # tiles whose scales and zeros four threads load
-CHUNK = 16  # tiles of a warp whose x is in shared memory
+BATCH = 4  # tiles that a warp loads at once; each of the four threads of a row loads the scale and zero of one
+CHUNK = 16  # tiles of a warp whose part of x is in shared memory at a time
 RESIDENT = 32  # warps of a multiprocessor with 64 registers a thread
 MOST_STATIC = 48 * 1024  # bytes of shared memory that a kernel can declare
 WHOLE_SMEM = 228 * 1024  # of a multiprocessor
@@ -121,19 +122,6 @@ def _mma(a, b0, b1, c, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _among(words, bits, SHIFT: gl.constexpr, PLANE: gl.constexpr, AT: gl.constexpr):
-    """The PLANE bits of both halves that begin at bit SHIFT, moved to bit AT, with `bits` around them."""
-    if SHIFT > AT:
-        words = words >> (SHIFT - AT)
-    if SHIFT < AT:
-        words = words << (AT - SHIFT)
-    mask = gl.full_like(words, (((1 << PLANE) - 1) << AT) * 0x10001)
-    return gl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [words, mask, bits], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _selected(first, second):
     """Of each four bits the lower two of the first word and the upper two of the second."""
     mask = gl.full_like(first, 0x33333333)
@@ -218,8 +206,8 @@ def _operand(
     for i in gl.static_range(4):
         around = gl.full_like(low[i], BITS)
         if BESIDE > 0:
-            around = _among(high[i], around, 4 * STEP + i // 2 * 2, BESIDE, LOWEST)
-        found += (_among(low[i], around, 4 * STEP + (0 if APART == 4 else i // 2 * 2), LOWEST, 0),)
+            around = among(high[i], around, 4 * STEP + i // 2 * 2, BESIDE, LOWEST)
+        found += (among(low[i], around, 4 * STEP + (0 if APART == 4 else i // 2 * 2), LOWEST, 0),)
     return found
 
 
@@ -231,10 +219,9 @@ def _add_tile(sums, tile, pairs, x_at, lane, WHICH: gl.constexpr, WIDTH: gl.cons
     FIELD: gl.constexpr = 3 if WIDTH == 3 else LOWEST
     APART: gl.constexpr = 2 if WIDTH == 2 else 4
     BESIDE: gl.constexpr = 2 if WIDTH == 6 else 0  # bits of the second plane in one number with those of the first
-    # with these bits above it a field of 7 bits (fp16: 10) is ONE plus its value, or 16 times that
-    ONE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
-    MAGIC: gl.constexpr = 0x43004300 if dtype == gl.bfloat16 else 0x64006400
-    MAGIC_16: gl.constexpr = 0x45004500 if dtype == gl.bfloat16 else 0x74007400
+    ONE: gl.constexpr = magic(dtype)[0]
+    MAGIC: gl.constexpr = magic(dtype)[1]
+    MAGIC_16: gl.constexpr = magic(dtype)[2]
     OFFSET: gl.constexpr = ONE * 17 if WIDTH == 8 else ONE
     one = gl.full_like(lane, 0x3F803F80 if dtype == gl.bfloat16 else 0x3C003C00)
     none = gl.full_like(sums[0], 0.0)
@@ -360,6 +347,7 @@ class RowShape(NamedTuple):
     room: int
 
 
+@cache
 def row_shape(strips: int, num_warps: int, sms: int) -> RowShape:
     """Registers and shared memory of CTAs of `num_warps` warps, with which a multiprocessor holds its share of the
     strips and no more: else some hold many and others none."""
