@@ -1,5 +1,6 @@
 """Casts in Triton: tiles in both layouts, rows, blocks of 128, and the largest element."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,18 +33,35 @@ from tilesmith.device.triton.rounding import (
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.quant.op import blocks_like, like8, rounded_up
-from tilesmith.ops.quant.reference import BLOCK, FORMATS
+from tilesmith.ops.quant.reference import BLOCK, FORMATS, given
 
 
 @triton.jit
-def _amax_kernel(x_ptr, amax_ptr, elements, BLOCK_SIZE: tl.constexpr):
-    """The largest |x| of every num_programs-th block."""
-    top, seen = tl.zeros([BLOCK_SIZE], tl.int32), seen_at(amax_ptr)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK_SIZE
-    for first in range(tl.program_id(0).to(tl.int64) * BLOCK_SIZE, elements, step):
+def _amax_kernel(
+    x_ptr, second_ptr, third_ptr, amax_ptr, elements, second_elements, third_elements, BLOCK_SIZE: tl.constexpr
+):
+    """The largest |x| of every num_programs-th block of up to three tensors; None for one that is not there."""
+    seen = seen_at(amax_ptr)
+    top = _larger_in(x_ptr, elements, 0, tl.zeros([BLOCK_SIZE], tl.int32), BLOCK_SIZE)
+    if second_ptr is not None:
+        before = tl.cdiv(elements, BLOCK_SIZE)
+        top = _larger_in(second_ptr, second_elements, before, top, BLOCK_SIZE)
+        if third_ptr is not None:
+            before += tl.cdiv(second_elements, BLOCK_SIZE)
+            top = _larger_in(third_ptr, third_elements, before, top, BLOCK_SIZE)
+    raise_to(amax_ptr, tl.max(top, 0), seen)
+
+
+@triton.jit
+def _larger_in(x_ptr, elements, before, top, BLOCK_SIZE: tl.constexpr):
+    """The larger of top and of the |x| that are this program's. before: blocks of the tensors before this one, after
+    which programs go on in turn, so that none gets a block more of each."""
+    programs = tl.num_programs(0)
+    begin = (tl.program_id(0) + programs - before % programs) % programs
+    for first in range(begin.to(tl.int64) * BLOCK_SIZE, elements, programs.to(tl.int64) * BLOCK_SIZE):
         at = first + tl.arange(0, BLOCK_SIZE)
         top = tl.maximum(top, magnitude(tl.load(x_ptr + at, mask=at < elements, other=0.0)))
-    raise_to(amax_ptr, tl.max(top, 0), seen)
+    return top
 
 
 @triton.jit
@@ -69,23 +87,28 @@ def _cast_kernel(
 
 @triton.jit
 def tile_of(room, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BANDS: tl.constexpr):
-    """(row, column) of the program's tile among tiles. BANDS rows of tiles are gone through together, column by column,
-    so that programs of one time write neighbours of a transposed tensor."""
-    tall, wide = tl.cdiv(room, BLOCK_ROWS), tl.cdiv(num_cols, BLOCK_COLS)
-    first = tl.program_id(0) // (BANDS * wide) * BANDS
+    """(row, column) of the program's tile among tiles, see `tile_among`."""
+    return tile_among(tl.program_id(0), tl.cdiv(room, BLOCK_ROWS), tl.cdiv(num_cols, BLOCK_COLS), BANDS)
+
+
+@triton.jit
+def tile_among(program, tall, wide, BANDS: tl.constexpr):
+    """(row, column) of a program's tile among tall x wide tiles. BANDS rows of tiles are gone through together, column
+    by column, so that programs of one time write neighbours of a transposed tensor."""
+    first = program // (BANDS * wide) * BANDS
     height = tl.maximum(tl.minimum(tall - first, BANDS), 1)  # of nothing, too
-    place = tl.program_id(0) - first * wide
+    place = program - first * wide
     return (first + place % height).to(tl.int64), (place // height).to(tl.int64)
 
 
 @triton.jit
 def _cast_turned_kernel(
-    x_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr, num_rows, num_cols, x_row, room, stride,
+    x_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr, num_rows, num_cols, x_row, room,
     E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     BANDS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the format.
-    stride: see `store_turned`."""
+    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the
+    format."""
     block_row, block_col = tile_of(room, num_cols, BLOCK_ROWS, BLOCK_COLS, BANDS)
     quad = block_row * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
     col = block_col * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -99,7 +122,7 @@ def _cast_turned_kernel(
     y0, y1, y2, y3 = scaled_rows(x0, x1, x2, x3, inverse, E5M2, SATURATES)
     if x8_ptr is not None:
         store_rows(x8_ptr + row * num_cols + col, y0, y1, y2, y3, inside, row, num_rows, num_cols)
-    store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols, stride)
+    store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols)
     raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
 
 
@@ -393,19 +416,25 @@ def tile_rejects(call) -> list[str]:
 
 @register_kernel("fp8_amax", backend="triton", rank=20, rejects=rejects)
 @optimize_kernel(space=AMAX_SPACE)
-def fp8_amax(x: Tensor, *, config: AmaxConfig) -> Tensor:
-    amax = x.new_zeros(1, dtype=torch.float32)
-    if x.numel():
-        _raise_amax(amax, x, config)
+def fp8_amax(x: Tensor, second: Tensor | None = None, third: Tensor | None = None, *, config: AmaxConfig) -> Tensor:
+    return largest_element(given(x, second, third), config)
+
+
+def largest_element(tensors: Sequence[Tensor], config: AmaxConfig | None = None) -> Tensor:
+    """max |x| over up to three tensors as fp32 [1]. config: None: the default of where they are."""
+    first = tensors[0]
+    amax = first.new_zeros(1, dtype=torch.float32)
+    config = config or AMAX_SPACE.default({}, arch_of(first.device), first.dtype)
+    given = [t.contiguous() for t in tensors if t.numel()]
+    if given:
+        missing = [None] * (3 - len(given))
+        sizes = [t.numel() for t in given] + [0] * len(missing)
+        programs = min(config.programs, sum(cdiv(size, config.block) for size in sizes))
+        launch(
+            _amax_kernel, (programs,), *given, *missing, amax, *sizes, BLOCK_SIZE=config.block,
+            num_warps=config.num_warps,
+        )  # fmt: skip
     return amax
-
-
-def _raise_amax(amax: Tensor, x: Tensor, config: AmaxConfig) -> None:
-    """amax [1] becomes the larger of itself and max |x|."""
-    programs = min(config.programs, cdiv(x.numel(), config.block))
-    launch(
-        _amax_kernel, (programs,), x.contiguous(), amax, x.numel(), BLOCK_SIZE=config.block, num_warps=config.num_warps
-    )
 
 
 @register_kernel("fp8_cast", backend="triton", rank=20, rejects=tile_rejects)
@@ -425,7 +454,7 @@ def fp8_cast(
     flat = _flat(x, columns)
     count, cols = flat.shape
     room = rounded_up(count) if columns else count
-    block_rows, block_cols, num_warps = _tile(count, cols, config, columns)
+    block_rows, block_cols, num_warps = tile_sizes(count, cols, config, columns)
     # a grid of one where there is nothing to cast: the factor is an output nevertheless
     grid = (max(1, cdiv(room, block_rows) * cdiv(cols, block_cols)),)
     sizes = count if cols else 0, max(1, cols), flat.stride(0)
@@ -433,35 +462,10 @@ def fp8_cast(
     if columns:
         launch(
             _cast_turned_kernel, grid, flat, bound, amax, x8 if rows else None, x8_t, words(x8_t), factor,
-            *sizes, room if cols else 0, None, BANDS=config.bands, num_warps=num_warps, **how,
+            *sizes, room if cols else 0, BANDS=config.bands, num_warps=num_warps, **how,
         )  # fmt: skip
     else:
         launch(_cast_kernel, grid, flat, bound, amax, x8 if rows else None, factor, *sizes, num_warps=num_warps, **how)
-    return x8, x8_t, factor
-
-
-@register_kernel("fp8_cast_pair", backend="triton", rank=20, rejects=tile_rejects)
-@optimize_kernel(space=TILE_SPACE)
-def fp8_cast_pair(
-    first: Tensor, second: Tensor, format: str = "e4m3", *, config: TileConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    count, cols = first.shape
-    x8, x8_t = (first.new_empty(shape, dtype=FORMATS[format]) for shape in ((2 * count, cols), (cols, 2 * count)))
-    amax, factor = first.new_zeros(1, dtype=torch.float32), first.new_ones(1, dtype=torch.float32)
-    if first.numel():
-        arch = arch_of(first.device)
-        for x in (first, second):
-            _raise_amax(amax, x, AMAX_SPACE.default({}, arch, x.dtype))
-        block_rows, block_cols, num_warps = _tile(count, cols, config, True)
-        turned = words(x8_t)
-        for half, x in enumerate((first, second)):
-            flat = rows(x)
-            launch(
-                _cast_turned_kernel, (cdiv(count, block_rows) * cdiv(cols, block_cols),), flat, amax, amax,
-                x8[half * count :], x8, turned[:, half * count // 4 :], factor, count, cols, flat.stride(0), count,
-                2 * count, E5M2=format == "e5m2", SATURATES=saturates(x), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-                BANDS=config.bands, num_warps=num_warps,
-            )  # fmt: skip
     return x8, x8_t, factor
 
 
@@ -489,7 +493,7 @@ def _flat(x: Tensor, columns: bool) -> Tensor:
     return rows(x)
 
 
-def _tile(count: int, cols: int, config: TileConfig, columns: bool) -> tuple[int, int, int]:
+def tile_sizes(count: int, cols: int, config: TileConfig, columns: bool) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
     if not columns:
         block_cols = min(4096, next_power_of_2(cols))
@@ -509,7 +513,7 @@ def fp8_transpose(x8: Tensor, *, config: TileConfig) -> Tensor:
     room = rounded_up(count)
     x8_t = x8.new_empty(cols, room)
     if x8_t.numel():
-        block_rows, block_cols, num_warps = _tile(count, cols, config, True)
+        block_rows, block_cols, num_warps = tile_sizes(count, cols, config, True)
         launch(
             _transpose_kernel, (cdiv(room, block_rows) * cdiv(cols, block_cols),),
             flat, words(x8_t), count, cols, flat.stride(0), room,
