@@ -76,7 +76,7 @@ PINS = {
     "fp8_cast_beside": tiles("128 64 4 1", "128 64 4 8"),
     "fp8_cast_stack": stacks("128 64 4 1 1", "128 64 4 1 0"),
     "fp8_cast_stack three": stacks("128 64 4 1 1", "128 64 4 1 0"),
-    "fp8_amax": pins("block num_warps programs", "8192 8 528", "16384 8 528", "16384 8 264", "8192 4 1056"),
+    "fp8_amax": pins("block num_warps programs", "8192 8 1056", "8192 8 528", "16384 8 1056", "4096 8 1056"),
     "fp8_transpose": tiles("128 128 4 1", "128 128 4 8", "128 64 4 8", "256 128 8 8"),
     "fp8_cast_rows": (
         "triton",

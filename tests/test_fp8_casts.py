@@ -123,16 +123,26 @@ def test_tensors_side_by_side_are_cast_as_one(needs_triton, height, wanted, widt
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_the_largest_of_several_tensors(needs_triton, at):
-    """Wherever it is, and whatever the sizes of the others."""
-    for sizes in ((5, 40_000, 17), (0, 1, 70_000), (8192, 8193, 1)):
-        if sizes[at]:
-            parts = [torch.rand(n, device=DEVICE).bfloat16() for n in sizes]
-            parts[at][-1] = -3
-            with use(fp8_amax="triton:block=4096:num_warps=4:programs=3"):
-                assert ops.fp8_amax(*parts).item() == 3
-                parts[at][0] = torch.nan
-                assert ops.fp8_amax(*parts).isnan().all()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sizes", [(4096, 40_000, 18), (0, 2, 70_000), (8192, 8193, 1)], ids=str)
+def test_the_largest_of_several_tensors(needs_triton, at, dtype, sizes):
+    """Wherever it is, in either half of a word, and whatever the sizes of the others; 16-bit numbers as words of two
+    where all of them can be read so."""
+    if not sizes[at]:
+        return
+    for place in (0, -1):
+        parts = [torch.rand(n + 1, device=DEVICE).to(dtype)[begin:] for n, begin in zip(sizes, (1, 1, 0))]
+        parts = [part.clone() for part in parts] if place else parts  # an odd offset is between two words
+        parts[at][place] = -3
+        with use(fp8_amax="triton:block=4096:num_warps=4:programs=3"):
+            assert ops.fp8_amax(*parts).item() == 3
+            parts[at][-1] = -torch.inf
+            assert ops.fp8_amax(*parts).item() == torch.inf
+            parts[at][0] = torch.nan
+            assert ops.fp8_amax(*parts).isnan().all()
+
+
+def test_the_largest_of_two_on_the_reference():
     assert ops.fp8_amax(torch.ones(3), torch.full((2,), -2.0)).item() == 2
 
 

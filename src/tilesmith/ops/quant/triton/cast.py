@@ -38,29 +38,46 @@ from tilesmith.ops.quant.reference import BLOCK, FORMATS, given
 
 @triton.jit
 def _amax_kernel(
-    x_ptr, second_ptr, third_ptr, amax_ptr, elements, second_elements, third_elements, BLOCK_SIZE: tl.constexpr
-):
-    """The largest |x| of every num_programs-th block of up to three tensors; None for one that is not there."""
+    x_ptr, second_ptr, third_ptr, like_ptr, amax_ptr, elements, second_elements, third_elements,
+    PAIRS: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The largest |x| of every num_programs-th block of up to three tensors; None for one that is not there.
+
+    PAIRS: elements are words of two 16-bit numbers of like_ptr's type, whose magnitudes stay so. A block is read by
+    LOADS loads, all of which a thread asks for before it needs the first.
+    """
     seen = seen_at(amax_ptr)
-    top = _larger_in(x_ptr, elements, 0, tl.zeros([BLOCK_SIZE], tl.int32), BLOCK_SIZE)
+    top = tl.zeros([1, BLOCK_SIZE // LOADS], tl.int32)
+    top = _larger_in(x_ptr, elements, 0, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
     if second_ptr is not None:
         before = tl.cdiv(elements, BLOCK_SIZE)
-        top = _larger_in(second_ptr, second_elements, before, top, BLOCK_SIZE)
+        top = _larger_in(second_ptr, second_elements, before, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
         if third_ptr is not None:
             before += tl.cdiv(second_elements, BLOCK_SIZE)
-            top = _larger_in(third_ptr, third_elements, before, top, BLOCK_SIZE)
-    raise_to(amax_ptr, tl.max(top, 0), seen)
+            top = _larger_in(third_ptr, third_elements, before, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+    if PAIRS:
+        low, high = unpack_pair(top, like_ptr)
+        top = tl.maximum(magnitude(low), magnitude(high))
+    raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
 
 
 @triton.jit
-def _larger_in(x_ptr, elements, before, top, BLOCK_SIZE: tl.constexpr):
+def _larger_in(
+    x_ptr, elements, before, top, PAIRS: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """The larger of top and of the |x| that are this program's. before: blocks of the tensors before this one, after
     which programs go on in turn, so that none gets a block more of each."""
+    part: tl.constexpr = BLOCK_SIZE // LOADS
     programs = tl.num_programs(0)
     begin = (tl.program_id(0) + programs - before % programs) % programs
     for first in range(begin.to(tl.int64) * BLOCK_SIZE, elements, programs.to(tl.int64) * BLOCK_SIZE):
-        at = first + tl.arange(0, BLOCK_SIZE)
-        top = tl.maximum(top, magnitude(tl.load(x_ptr + at, mask=at < elements, other=0.0)))
+        at = first + tl.arange(0, LOADS)[:, None] * part + tl.arange(0, part)[None, :]
+        x = tl.load(x_ptr + at, mask=at < elements, other=0)
+        if PAIRS:
+            top = larger_pair(top, largest_pair(x & 0x7FFF7FFF, 0, PACKED), PACKED)
+        else:
+            top = tl.maximum(top, tl.max(magnitude(x), 0, keep_dims=True))
     return top
 
 
@@ -398,7 +415,8 @@ BLOCK_SPACE = Space(
     choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8)},
 )
 AMAX_SPACE = Space(
-    default=lambda dims, arch, dtype: AmaxConfig(8192 // dtype.itemsize * 2, 8, 4 * max(1, arch.sms)),
+    # four loads of 16 bytes a thread, in 32 registers, and 64 warps: 128 KB asked for at once on a multiprocessor
+    default=lambda dims, arch, dtype: AmaxConfig(16_384 // dtype.itemsize, 8, 8 * max(1, arch.sms)),
     dims=lambda x, *_: {"elements": x.numel()},
     choices={"block": (4096, 8192, 16384), "num_warps": (4, 8)},
 )
@@ -425,14 +443,18 @@ def largest_element(tensors: Sequence[Tensor], config: AmaxConfig | None = None)
     first = tensors[0]
     amax = first.new_zeros(1, dtype=torch.float32)
     config = config or AMAX_SPACE.default({}, arch_of(first.device), first.dtype)
-    given = [t.contiguous() for t in tensors if t.numel()]
-    if given:
-        missing = [None] * (3 - len(given))
-        sizes = [t.numel() for t in given] + [0] * len(missing)
-        programs = min(config.programs, sum(cdiv(size, config.block) for size in sizes))
+    parts = [t.contiguous().view(-1) for t in tensors if t.numel()]
+    if parts:
+        pairs = all(map(_in_pairs, parts))
+        parts = [x.view(torch.int32) if pairs else x for x in parts]
+        missing = [None] * (3 - len(parts))
+        sizes = [x.numel() for x in parts] + [0] * len(missing)
+        block = config.block // 2 if pairs else config.block
+        loads = max(1, block * parts[0].element_size() // (32 * config.num_warps * 16))
         launch(
-            _amax_kernel, (programs,), *given, *missing, amax, *sizes, BLOCK_SIZE=config.block,
-            num_warps=config.num_warps,
+            _amax_kernel, (min(config.programs, sum(cdiv(size, block) for size in sizes)),),
+            *parts, *missing, first, amax, *sizes, PAIRS=pairs, PACKED=_packs(first), LOADS=loads, BLOCK_SIZE=block,
+            num_warps=config.num_warps, **registers(first, 32),
         )  # fmt: skip
     return amax
 
@@ -541,8 +563,9 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3", *, config: RowConfig) -> tupl
 
 
 def _in_pairs(x: Tensor) -> bool:
-    """Whether x [M, N] can be read as words of two 16-bit numbers."""
-    return x.element_size() == 2 and x.stride(1) == 1 and not (x.shape[1] | x.stride(0) | x.storage_offset()) % 2
+    """Whether x [..., N] can be read as words of two 16-bit numbers."""
+    sizes = x.shape[-1] | x.storage_offset() | (x.stride(0) if x.ndim > 1 else 0)
+    return x.element_size() == 2 and x.stride(-1) == 1 and not sizes % 2
 
 
 def _packs(x: Tensor) -> bool:
