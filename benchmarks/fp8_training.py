@@ -56,8 +56,8 @@ def tiles(*each: str) -> tuple[str, ...]:
 
 
 def blocks(*each: str) -> tuple[str, ...]:
-    """Pins of blocks, each "warps registers bands"."""
-    return pins("num_warps max_registers bands", *each)
+    """Pins of blocks, each "warps registers bands stages"."""
+    return pins("num_warps max_registers bands stages", *each)
 
 
 def stacks(*each: str) -> tuple[str, ...]:
@@ -83,9 +83,9 @@ PINS = {
         "triton:block_rows=1:block_cols=16384:num_warps=16",
         "triton:block_rows=1:block_cols=32768:num_warps=32",
     ),
-    "fp8_cast_blocks": blocks("8 0 8", "8 80 8", "16 64 8"),
-    "fp8_cast_blocks rows": blocks("8 0 8", "8 128 8"),
-    "fp8_cast_blocks square": blocks("8 0 8", "8 128 8"),
+    "fp8_cast_blocks": blocks("8 0 8 1", "8 0 8 3", "8 0 8 4", "16 64 8 1"),
+    "fp8_cast_blocks rows": blocks("8 0 8 1", "8 128 8 1"),
+    "fp8_cast_blocks square": blocks("8 0 8 1", "8 128 8 1"),
     "rms_norm_fp8": (
         "triton",
         *pins("max_registers weight_first", "128 1", "0 1", "0 0", "40 0"),

@@ -52,6 +52,15 @@ def test_blocks_without_pairs(needs_triton):
         _assert_same_bits(found, reference.fp8_cast_blocks(part, "e4m3", True, True))
 
 
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+def test_blocks_by_programs_that_go_from_tile_to_tile(needs_triton, wanted):
+    """More tiles than programs, whose last ones are not full."""
+    x = _odd(600, 300, torch.bfloat16)
+    with use(fp8_cast_blocks="triton:num_warps=8:max_registers=0:bands=4:stages=3"):
+        found = ops.fp8_cast_blocks(x, "e4m3", *wanted)
+    _assert_same_bits(found, reference.fp8_cast_blocks(x, "e4m3", *wanted))
+
+
 @pytest.mark.parametrize(("size", "format", "dtype"), CALLS, ids=str)
 def test_casts_are_bit_exact(needs_triton, size, format, dtype):
     x, bound = _odd(*size, dtype), torch.full((1,), 4.0, device=DEVICE)
