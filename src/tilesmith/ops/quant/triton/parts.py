@@ -156,6 +156,8 @@ def _launch(
     if made[1] is None:
         config = TileConfig(*ROWS_ONLY, config.bands)
     block_rows, block_cols, num_warps = tile_sizes(count, cols, config, True)
+    # two numbers of every fourth row a thread, as many as one conversion takes: of one, its other half is undefined
+    num_warps = min(num_warps, max(1, block_rows * block_cols // 256))
     along, others = (block_rows, cdiv(cols, block_cols)) if stacked else (block_cols, cdiv(room, block_rows))
     x8, x8_t = made
     launch(
