@@ -1107,7 +1107,8 @@ def kv_cache_append(
 
     Args:
         k_cache, v_cache: [B, G, S, D] and [B, G, S, Dv], or [num_pages, G, page_size, D] and [num_pages, G, page_size,
-            Dv] with ``page_table``; changed in place. Any strides, as long as no two elements share memory.
+            Dv] with ``page_table``; changed in place. Any strides, as long as no two elements share memory,
+            of one cache or of both; those of one may lie between those of the other ([B, S, 2, G, D] of both).
         k, v: [B, G, T, D] and [B, G, T, Dv], new keys and values; cast to the caches' dtypes, to the largest number of
             an 8-bit one if they are beyond it. Dv may differ from D (DeepSeek: 192 and 128), and is 0 where values are
             columns of the keys and only these are written.
