@@ -8,7 +8,7 @@ import torch
 
 from tilesmith.engine import torch_private, use
 from tilesmith.engine.backends import missing
-from tilesmith.ops import Mask, attention, kv_cache_append
+from tilesmith.ops import Mask, attention, kv_cache_append, rope
 from tilesmith.ops.attn.overlap import distance, overlap
 from tilesmith.validate.budget import compare
 
@@ -358,6 +358,21 @@ def test_caches_that_share_elements_are_refused_wherever_they_begin():
     with pytest.raises(ValueError, match="v_cache begins 64 bytes from where"):
         kv_cache_append(memory[..., :40], memory[..., 16:40], new, new[..., :24], _lengths(1, 3))
     assert torch.equal(memory, before)
+
+
+def test_the_last_features_are_rotated_before_they_are_written(backend):
+    """As the documentation says, of heads whose rotated part comes last."""
+    k_cache, v_cache = _randn(2, 1, 9, 24), _randn(2, 1, 9, 16)
+    q, k, v, angle = _randn(2, 4, 3, 24), _randn(2, 1, 3, 24), _randn(2, 1, 3, 16), _randn(9, 4)
+    lengths, rows = _lengths(2, 5), torch.stack((angle[2:5], angle[5:8]))
+    turned = [torch.stack([torch.stack([_turn(h.roll(8, -1), a, False, torch.float64).roll(-8, -1) for h in row])
+                           for row, a in zip(x, rows)]) for x in (q, k)]  # fmt: skip
+    places = {(b, t): (b, n + t) for b, n in enumerate((2, 5)) for t in range(3)}
+    expected = _write(k_cache, turned[1], places)
+    q, k = rope(q, k, angle.cos(), angle.sin(), offsets=lengths, last=True)
+    kv_cache_append(k_cache, v_cache, k, v, lengths)
+    torch.testing.assert_close(q, turned[0].float())
+    torch.testing.assert_close(k_cache, expected)
 
 
 SHARED = {

@@ -40,8 +40,9 @@ def kv_cache_append(
         lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
         q: [B, H, Tq, D] queries to rotate, only with ``cos`` and ``sin``; Tq may differ from T.
         cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, max(T, Tq), R / 2]
-            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through. A
-            position that the table does not hold gives NaN.
+            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through;
+            where the last R are to be (latent attention, DeepSeek), rotate by ``ops.rope(q, k, cos, sin,
+            offsets=lengths, last=True)`` and give no angles here. A position that the table does not hold gives NaN.
         page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
             ``page_table[b, s // page_size]``. A contiguous cache of more rows than the batch is one of pages as long as
             a row: ``rows[:, None]`` says which row of the cache each row of the batch has.
