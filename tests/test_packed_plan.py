@@ -1,0 +1,72 @@
+"""How products of a few rows with a packed weight are divided over a device."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tilesmith.ops.quant.hopper import packed_plan as plan
+from tilesmith.ops.quant.hopper.packed_plan import LinearConfig
+
+SMS = 132
+ARCH = SimpleNamespace(sms=SMS, bandwidth=4.8e12)
+WEIGHTS = [(4096, 14_336), (14_336, 4096), (28_672, 8192), (8192, 28_672), (2560, 9728), (1000, 64), (16, 128), (1, 64)]
+TOKENS = [2, 5, 8, 9, 16, 24, 33, 64, 128, 200, 1000]
+
+
+def _clusters(parts, on_one):
+    """As on a device whose groups of multiprocessors have 18, 16 or 14."""
+    return sum(n * on_one // parts for n in (18, 18, 18, 16, 16, 16, 16, 14))
+
+
+def _dims(rows, columns, tokens, bits=40):
+    return {"tokens": tokens, "strips": -(-rows // 16), "groups": columns // 64, "bits": bits}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_form_covers_the_weight_and_fits_a_multiprocessor(weight, tokens):
+    dims = _dims(*weight, tokens)
+    found = plan.shapes(dims, _clusters)
+    assert found or weight[1] > 8192
+    for shape, room in found:
+        span = plan.room_of(dims["groups"], shape.parts)
+        assert span * shape.parts >= dims["groups"] and span % 4 == 0
+        assert 1 <= shape.strips <= shape.num_warps and room >= 1
+        on_one = plan.per_multiprocessor(shape.rows, span, shape.num_warps)
+        assert on_one * plan.smem_of(shape.rows, span, shape.num_warps) <= plan.WHOLE_SMEM
+        assert on_one * shape.num_warps * 32 * plan.REGISTERS <= 65_536
+        row_blocks = -(-tokens // shape.rows)
+        blocks = -(-dims["strips"] // (shape.strips * shape.each)) * row_blocks
+        assert blocks <= max(room, row_blocks)  # all at once, unless rows alone are too many
+        # the configuration stands for the form
+        config = LinearConfig(shape.num_warps, shape.rows, shape.parts)
+        assert plan.shape_of(config, dims, _clusters) == shape
+
+
+@pytest.mark.parametrize("weight", WEIGHTS[:5], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_many_rows_are_multiplied_by_the_dequantised_weight_and_few_are_not(weight):
+    assert plan.chosen(_dims(*weight, 4), ARCH, _clusters)[0] is not None
+    assert plan.chosen(_dims(*weight, 4096), ARCH, _clusters)[0] is None
+
+
+def test_the_chosen_form_takes_least_time_by_the_model():
+    dims = _dims(4096, 14_336, 16)
+    shape, seconds = plan.chosen(dims, ARCH, _clusters)
+    assert seconds == min(plan.time_of(s, dims, ARCH, room) for s, room in plan.shapes(dims, _clusters))
+    assert shape.rows == 16 and shape.parts > 1
+    assert seconds > 4096 * 14_336 / 2 / ARCH.bandwidth  # it reads the codes
+
+
+@pytest.mark.parametrize("tokens", [8, 32])
+def test_wider_codes_and_more_rows_take_longer(tokens):
+    times = [plan.chosen(_dims(4096, 14_336, tokens, bits), ARCH, _clusters)[1] for bits in (20, 40, 80)]
+    assert times == sorted(times)
+    assert plan.chosen(_dims(4096, 14_336, 2 * tokens), ARCH, _clusters)[1] >= times[1]
+
+
+def test_what_does_not_fit_is_dequantised():
+    dims = _dims(4096, 14_336, 32)
+    assert plan.shape_of(LinearConfig(16, 32, 1), dims, _clusters) is None
+    assert plan.shape_of(LinearConfig(16, 0, 4), dims, _clusters) is None
+    assert plan.shape_of(LinearConfig(16, 8, 8), _dims(16, 128, 2), _clusters) is None  # fewer groups than parts
+    assert plan.chosen(_dims(16, 64 * 32_000, 2), ARCH, _clusters)[0] is None
