@@ -4,6 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("triton")
+
+import torch
+
+from tilesmith.engine.launcher import in_place_of_launches
+from tilesmith.hardware.detect import arch_named, assuming
+from tilesmith.ops.quant.hopper import packed_linear
 from tilesmith.ops.quant.hopper import packed_plan as plan
 from tilesmith.ops.quant.hopper.packed_plan import LinearConfig
 
@@ -70,3 +77,39 @@ def test_what_does_not_fit_is_dequantised():
     assert plan.shape_of(LinearConfig(16, 0, 4), dims, _clusters) is None
     assert plan.shape_of(LinearConfig(16, 8, 8), _dims(16, 128, 2), _clusters) is None  # fewer groups than parts
     assert plan.chosen(_dims(16, 64 * 32_000, 2), ARCH, _clusters)[0] is None
+
+
+def _launched(tokens, rows=4096, columns=4096, offset=0):
+    """(kernel's name, grid, cluster) of each launch of a product, none of which is done."""
+    strips, groups = -(-rows // 16), columns // 64
+    half = {"dtype": torch.float16}
+    tables = torch.empty(strips, groups, 16, **half), torch.empty(strips, groups, 16, **half)
+    order, table = torch.empty(strips, groups, dtype=torch.int16), torch.empty(strips, 5, dtype=torch.int32)
+    codes = torch.empty(strips * groups * 128 + offset, dtype=torch.int32)[offset:]
+    x, found = torch.zeros(tokens, columns, dtype=torch.bfloat16), []
+    with (
+        assuming(arch_named("sm90")),
+        in_place_of_launches(lambda kernel, grid, args, named, cluster: found.append((kernel.__name__, grid, cluster))),
+    ):
+        y = packed_linear.dequant_linear(x, codes, *tables, order, table, rows)
+    assert y.shape == (tokens, rows) and y.dtype == x.dtype
+    return found
+
+
+@pytest.mark.parametrize(
+    "tokens, kernel",
+    [(1, "packed_row"), (2, "packed_rows"), (16, "packed_rows"), (65, "packed_rows"), (500, "packed_weight")],
+)
+def test_each_number_of_rows_has_its_kernel(tokens, kernel):
+    ((name, grid, cluster),) = _launched(tokens)
+    assert name == f"{kernel}_kernel"
+    assert grid[0] % cluster == 0 and (cluster == 1 or kernel == "packed_rows")
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_codes_that_16_bytes_do_not_divide_are_dequantised(tokens):
+    assert [name for name, _, _ in _launched(tokens, offset=1)] == ["packed_weight_kernel"]
+
+
+def test_no_rows_and_no_launch():
+    assert not _launched(0)

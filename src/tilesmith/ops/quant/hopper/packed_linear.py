@@ -92,7 +92,7 @@ BY_ROW = RowsShape(1, 1, 4, 1, 1)
 
 def _way(tokens: int, codes: Tensor, order: Tensor, config: LinearConfig, arch: Any) -> RowsShape | None:
     """How a call is computed; None: with the dequantised weight. Both kernels load codes 16 bytes at a time."""
-    if not tokens or not is_16_byte_aligned(codes):
+    if not is_16_byte_aligned(codes):
         return None
     return BY_ROW if tokens == 1 else _shape_of(config, tokens, *order.shape, arch)
 
@@ -111,6 +111,8 @@ def dequant_linear(
     config: LinearConfig,
 ) -> Tensor:
     tokens, tables, arch = row_count(x), (scale, zero, order, strips), arch_of(x.device)
+    if not tokens:
+        return x.new_empty((*x.shape[:-1], rows))
     codes = codes.contiguous()
     shape = _way(tokens, codes, order, config, arch)
     if shape is None:
