@@ -259,33 +259,33 @@ def _begin(fresh, place, totals, span, lane, N: gl.constexpr, dtype: gl.constexp
 
 @gluon.jit
 def _load_batch(at, tables, found, first, end, lane, WIDTH: gl.constexpr, BATCH: gl.constexpr):
-    """BATCH tiles of one width, found from `first` to `end`, on their way to registers: words, groups, and the scales
-    and zeros of rows g and g + 8 of tile t, with thread t. From `end` on the last is loaded again."""
-    tiles, groups = (), ()
+    """BATCH tiles of one width, found from `first` to `end`, on their way to registers: words, and the scales and
+    zeros of rows g and g + 8 of tile t, with thread t. From `end` on the last is loaded again."""
+    tiles = ()
     for b in gl.static_range(BATCH):
         entry = _load_int(found + _HEAD + gl.minimum(first + b, end - 1) * 4)
         tiles += (_load_tile(at + (entry & 0xFFFF) * (128 * WIDTH), lane, WIDTH),)
-        groups += (entry >> 16,)
     which = gl.minimum(first + (lane & 3), end - 1)
     place = tables[2] + (_load_int(found + _HEAD + which * 4) & 0xFFFF) * 32
     scale_at, zero_at = tables[0] + place, tables[1] + place
     halves = _load_half(scale_at), _load_half(scale_at + 16), _load_half(zero_at), _load_half(zero_at + 16)
     _warp_sync(found)  # ptxas moves no load across it
-    return tiles, groups, halves
+    return tiles, halves
 
 
 @gluon.jit
 def _add_batch(
-    sums, batch, first, end, place, totals, lane,
+    sums, batch, found, first, end, place, totals, lane,
     WIDTH: gl.constexpr, BATCH: gl.constexpr, N: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """sums + x times what `_load_batch` loaded, two tiles at a time; those from `end` on have the scale 0."""
-    tiles, groups, halves = batch
+    tiles, halves = batch
     inside = first + (lane & 3) < end
     scales = gl.where(inside, halves[0] | (halves[1] << 16), 0)
     pairs = scales, halves[2] | (halves[3] << 16)
     for b in gl.static_range(BATCH):
-        sums = _add_tile(sums, tiles[b], pairs, groups[b], place, totals, lane, b, WIDTH, N, dtype)
+        group = _load_int(found + _HEAD + gl.minimum(first + b, end - 1) * 4) >> 16
+        sums = _add_tile(sums, tiles[b], pairs, group, place, totals, lane, b, WIDTH, N, dtype)
     return sums
 
 
@@ -303,9 +303,9 @@ def _add_width(
         fresh = fresh * 0
         for i in range(first, end, 2 * BATCH):
             other = _load_batch(at, tables, found, i + BATCH, end, lane, WIDTH, BATCH)
-            sums = _add_batch(sums, one, i, end, place, totals, lane, WIDTH, BATCH, N, dtype)
+            sums = _add_batch(sums, one, found, i, end, place, totals, lane, WIDTH, BATCH, N, dtype)
             one = _load_batch(at, tables, found, i + 2 * BATCH, end, lane, WIDTH, BATCH)
-            sums = _add_batch(sums, other, i + BATCH, end, place, totals, lane, WIDTH, BATCH, N, dtype)
+            sums = _add_batch(sums, other, found, i + BATCH, end, place, totals, lane, WIDTH, BATCH, N, dtype)
     return sums, fresh
 
 
