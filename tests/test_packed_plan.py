@@ -113,3 +113,9 @@ def test_codes_that_16_bytes_do_not_divide_are_dequantised(tokens):
 
 def test_no_rows_and_no_launch():
     assert not _launched(0)
+
+
+def test_what_was_tuned_for_one_row_is_not_applied_to_more():
+    codes, order = torch.empty(256 * 64 * 128, dtype=torch.int32), torch.empty(256, 64, dtype=torch.int16)
+    shape = packed_linear._way(16, codes, order, LinearConfig(16, 1), arch_named("sm90"))
+    assert shape is not None and shape.rows in plan.BATCH_OF

@@ -26,13 +26,13 @@ from tilesmith.ops.quant.packed_reference import WORDS_PER_BIT, row_count
 
 
 def _dims(x: Tensor, codes: Tensor, scale: Tensor, *rest: Any) -> dict[str, int]:
+    return _sizes(row_count(x), codes, *scale.shape[:2])
+
+
+def _sizes(tokens: int, codes: Tensor, strips: int, groups: int) -> dict[str, int]:
     """bits: ten times a weight's on average, since widths themselves lie on the device."""
-    strips, groups = scale.shape[:2]
-    tiles = max(1, strips * groups)
-    return {
-        "tokens": row_count(x), "strips": strips, "groups": groups,
-        "bits": round(10 * codes.shape[0] / (WORDS_PER_BIT * tiles)),
-    }  # fmt: skip
+    bits = round(10 * codes.shape[0] / (WORDS_PER_BIT * max(1, strips * groups)))
+    return {"tokens": tokens, "strips": strips, "groups": groups, "bits": bits}
 
 
 def _default(dims: dict[str, int], arch: Any, dtype: Any) -> LinearConfig:
@@ -94,7 +94,11 @@ def _way(tokens: int, codes: Tensor, order: Tensor, config: LinearConfig, arch: 
     """How a call is computed; None: with the dequantised weight. Both kernels load codes 16 bytes at a time."""
     if not is_16_byte_aligned(codes):
         return None
-    return BY_ROW if tokens == 1 else _shape_of(config, tokens, *order.shape, arch)
+    if tokens == 1:
+        return BY_ROW
+    if config.rows == 1:  # tuned for one row: it says nothing of more
+        return _chosen(*_sizes(tokens, codes, *order.shape).values(), arch)[0]
+    return _shape_of(config, tokens, *order.shape, arch)
 
 
 @register_kernel("dequant_linear", backend="hopper", rank=30, rejects=_rejects, tells=_tells, plans=rehearsed)
