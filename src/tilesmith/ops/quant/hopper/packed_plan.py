@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tilesmith.ops.quant.packed_reference import WIDTHS
+
 BATCH_OF = {8: 4, 16: 4, 32: 2}
 """Rows of x that a CTA multiplies -> tiles of up to 4 bits that a warp loads at once; the sums take the registers."""
 REGISTERS = 128  # of a thread: a multiprocessor holds 16 warps
@@ -16,7 +18,8 @@ SYSTEM_SMEM = 1024  # bytes that the driver adds to each CTA
 SCRATCH = 2048  # bytes that Gluon's compiler may add
 WHOLE_SMEM = 228 * 1024  # bytes of a multiprocessor
 
-# The model, in cycles. Facts of Hopper but for FIXED, START and SUM, which were measured with other kernels here.
+# The model, in cycles. Facts of Hopper but for FIXED, START, SUM and MIXED, which times of an H200 gave
+# (docs/log/adaptive-precision.md).
 CLOCK = 1.75e9
 READ = 0.85  # of the memory's bandwidth that reads reach
 WRITE = 0.55  # and the dequantising kernel, which writes four bytes for each that it reads
@@ -26,9 +29,11 @@ LATENCY = 1300  # of a load while memory is busy
 MMA = 6  # between two products of 16 x 8 x 16 of a scheduler
 SCHEDULERS = 4
 TENSOR = 600e12  # of 16-bit products of the device's library, in a second, for 132 multiprocessors
-FIXED = 3500  # of a launch
+LAUNCH = 3500  # of a launch
+FIXED = 7700  # of this kernel's, with what ends it
 START = 2000  # of a CTA until codes are on their way: its tables, which wait for each other
 SUM = 1400  # of the exchange of sums
+MIXED = 8000  # of a pass over a weight of several widths, whose first loads wait one after another
 
 
 class RowsShape(NamedTuple):
@@ -72,12 +77,13 @@ def per_multiprocessor(rows: int, span: int, num_warps: int) -> int:
 
 
 def _tile(rows: int, bits: float) -> float:
-    """Cycles that a multiprocessor takes for a tile, by what it has least of. The instructions were counted in the
-    machine code."""
+    """Cycles that a multiprocessor takes for a tile: to issue its instructions, which were counted in the machine code
+    (those of more than 4 bits in times), and to read x from shared memory. Measured, one does not hide the other: all
+    warps are at the same point of their loops."""
     wide, eights = max(0.0, bits - 4), rows // 8
-    slots = 50 + 11 * wide + (19.5 + wide) * eights
+    slots = 50 + 24 * wide + (19.5 + wide) * eights
     products = MMA * eights * (4 + wide)
-    return max(slots / SCHEDULERS, products / SCHEDULERS, 8 + eights * (1024 / SMEM_BYTES + 1))
+    return max(slots, products) / SCHEDULERS + 8 + eights * (1024 / SMEM_BYTES + 1)
 
 
 def time_of(shape: RowsShape, dims: dict[str, int], arch: Any, clusters: int) -> float:
@@ -95,7 +101,8 @@ def time_of(shape: RowsShape, dims: dict[str, int], arch: Any, clusters: int) ->
     size = 128 * bits + 64  # bytes of a tile with its scales and zeros
     memory = resident * shape.strips * span / row_blocks * size / (READ * (arch.bandwidth or 4.8e12)) * CLOCK
     from_l2 = tiles * size / L2_BYTES
-    pass_ = max(memory, from_l2, tiles * _tile(shape.rows, bits), turns * LATENCY) + SUM
+    several = MIXED if bits not in WIDTHS else 0  # a mean is no width but by chance
+    pass_ = max(memory, from_l2, tiles * _tile(shape.rows, bits), turns * LATENCY) + SUM + several
     fill = on_one * span * 128 * shape.rows / L2_BYTES
     return (FIXED + waves * (START + fill + shape.each * pass_)) / CLOCK
 
@@ -106,7 +113,7 @@ def dequantized_time(dims: dict[str, int], arch: Any) -> float:
     bandwidth = arch.bandwidth or 4.8e12
     written, read = 2048 * tiles, (12.8 * dims["bits"] + 64) * tiles
     product = max(written / (READ * bandwidth), 2 * dims["tokens"] * 1024 * tiles / (TENSOR * arch.sms / 132))
-    return 2 * (FIXED + START) / CLOCK + (written + read) / (WRITE * bandwidth) + product
+    return 2 * (LAUNCH + START) / CLOCK + (written + read) / (WRITE * bandwidth) + product
 
 
 def _shape(rows: int, parts: int, num_warps: int, dims: dict[str, int], clusters: int) -> RowsShape:
