@@ -12,7 +12,7 @@ import torch
 
 from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
 from tilesmith.engine.triton_private import most_clusters
-from tilesmith.hardware.detect import arch_of, device_of
+from tilesmith.hardware.detect import Arch, arch_of, device_of
 
 HEAD = 16  # bytes of a room before the first number: a barrier, and what keeps numbers in vectors
 _HEAD = gl.constexpr(HEAD)
@@ -24,11 +24,16 @@ def _nothing_kernel():
 
 
 def resident_clusters(device: torch.device, parts: int, per_sm: int) -> int:
-    """How many clusters of `parts` CTAs the device can run at once, with `per_sm` CTAs on a multiprocessor. A cluster
+    """`clusters_of` the Arch of `device`."""
+    arch = arch_of(device)
+    return _of_cuda(device, parts, per_sm) if device.type == "cuda" else clusters_of(arch, parts, per_sm)
+
+
+def clusters_of(arch: Arch, parts: int, per_sm: int) -> int:
+    """How many clusters of `parts` CTAs a device can run at once, with `per_sm` CTAs on a multiprocessor. A cluster
     stays within one GPC, and GPCs differ in size, so the driver is asked, in a rehearsal too; of a GPU that is not
     here, as if they did not."""
-    arch = arch_of(device)
-    there = device if device.type == "cuda" else device_of(arch)
+    there = device_of(arch)
     return _of_cuda(there, parts, per_sm) if there is not None else max(1, arch.sms * per_sm // parts)
 
 

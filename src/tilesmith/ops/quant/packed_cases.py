@@ -122,11 +122,16 @@ CASES: dict[str, list[Case]] = {
         Case("no_rows", _linear(16, 128, FOUR, 0), SMALL, EVERY_X),
         Case("64_rows", _linear(48, 640, EACH, 64), TEST),
         Case("many_rows", _linear(48, 640, EACH, 80), TEST),
+        *(Case(f"{w}_bits_5_rows", _linear(21, 704, EVERY[w], 5), TEST, HALF) for w in WIDTHS),
+        Case("2_rows", _linear(300, 1088, MIXED, 2), TEST, HALF),
+        Case("strided_rows", _linear(40, 960, EACH, 19, layout="strided"), TEST, HALF),
+        Case("130_rows", _linear(333, 1088, EACH, 130), TEST, HALF),
+        Case("long_rows", _linear(21, 17_024, EACH, 7), TEST, HALF),
         Case("many_groups", _linear(16, 2560, EACH, 1), TEST),
         Case("long_row", _linear(21, 17_024, EACH, 1), TEST, HALF),
         *(
             Case(f"{m}x{n}x{k}_{name}", _linear(n, k, mix, m), BENCH, TIMED)
-            for m in (1, 16, 64)
+            for m in (1, 8, 16, 32, 64, 128)
             for n, k in ((14_336, 4096), (4096, 14_336))
             for name, mix in (("4_bits", FOUR), ("mixed", MIXED))
         ),

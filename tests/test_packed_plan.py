@@ -1,0 +1,121 @@
+"""How products of a few rows with a packed weight are divided over a device."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from tilesmith.engine.launcher import in_place_of_launches
+from tilesmith.hardware.detect import arch_named, assuming
+from tilesmith.ops.quant.hopper import packed_linear
+from tilesmith.ops.quant.hopper import packed_plan as plan
+from tilesmith.ops.quant.hopper.packed_plan import LinearConfig
+
+SMS = 132
+ARCH = SimpleNamespace(sms=SMS, bandwidth=4.8e12)
+WEIGHTS = [(4096, 14_336), (14_336, 4096), (28_672, 8192), (8192, 28_672), (2560, 9728), (1000, 64), (16, 128), (1, 64)]
+TOKENS = [2, 5, 8, 9, 16, 24, 33, 64, 128, 200, 1000]
+
+
+def _clusters(parts, on_one):
+    """As on a device whose groups of multiprocessors have 18, 16 or 14."""
+    return sum(n * on_one // parts for n in (18, 18, 18, 16, 16, 16, 16, 14))
+
+
+def _dims(rows, columns, tokens, bits=40):
+    return {"tokens": tokens, "strips": -(-rows // 16), "groups": columns // 64, "bits": bits}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_form_covers_the_weight_and_fits_a_multiprocessor(weight, tokens):
+    dims = _dims(*weight, tokens)
+    found = plan.shapes(dims, _clusters)
+    assert found or weight[1] > 8192
+    for shape, room in found:
+        span = plan.room_of(dims["groups"], shape.parts)
+        assert span * shape.parts >= dims["groups"] and span % 4 == 0
+        assert 1 <= shape.strips <= shape.num_warps and room >= 1
+        on_one = plan.per_multiprocessor(shape.rows, span, shape.num_warps)
+        assert on_one * plan.smem_of(shape.rows, span, shape.num_warps) <= plan.WHOLE_SMEM
+        assert on_one * shape.num_warps * 32 * plan.REGISTERS <= 65_536
+        row_blocks = -(-tokens // shape.rows)
+        blocks = -(-dims["strips"] // (shape.strips * shape.each)) * row_blocks
+        assert blocks <= max(room, row_blocks)  # all at once, unless rows alone are too many
+        # the configuration stands for the form
+        config = LinearConfig(shape.num_warps, shape.rows, shape.parts)
+        assert plan.shape_of(config, dims, _clusters) == shape
+
+
+@pytest.mark.parametrize("weight", WEIGHTS[:5], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_many_rows_are_multiplied_by_the_dequantised_weight_and_few_are_not(weight):
+    assert plan.chosen(_dims(*weight, 4), ARCH, _clusters)[0] is not None
+    assert plan.chosen(_dims(*weight, 4096), ARCH, _clusters)[0] is None
+
+
+def test_the_chosen_form_takes_least_time_by_the_model():
+    dims = _dims(4096, 14_336, 16)
+    shape, seconds = plan.chosen(dims, ARCH, _clusters)
+    assert seconds == min(plan.time_of(s, dims, ARCH, room) for s, room in plan.shapes(dims, _clusters))
+    assert shape.rows == 16 and shape.parts > 1
+    assert seconds > 4096 * 14_336 / 2 / ARCH.bandwidth  # it reads the codes
+
+
+@pytest.mark.parametrize("tokens", [8, 32])
+def test_wider_codes_and_more_rows_take_longer(tokens):
+    times = [plan.chosen(_dims(4096, 14_336, tokens, bits), ARCH, _clusters)[1] for bits in (20, 40, 80)]
+    assert times == sorted(times)
+    assert plan.chosen(_dims(4096, 14_336, 2 * tokens), ARCH, _clusters)[1] >= times[1]
+
+
+def test_what_does_not_fit_is_dequantised():
+    dims = _dims(4096, 14_336, 32)
+    assert plan.shape_of(LinearConfig(16, 32, 1), dims, _clusters) is None
+    assert plan.shape_of(LinearConfig(16, 0, 4), dims, _clusters) is None
+    assert plan.shape_of(LinearConfig(16, 8, 8), _dims(16, 128, 2), _clusters) is None  # fewer groups than parts
+    assert plan.chosen(_dims(16, 64 * 32_000, 2), ARCH, _clusters)[0] is None
+
+
+def _launched(tokens, rows=4096, columns=4096, offset=0):
+    """(kernel's name, grid, cluster) of each launch of a product, none of which is done."""
+    strips, groups = -(-rows // 16), columns // 64
+    half = {"dtype": torch.float16}
+    tables = torch.empty(strips, groups, 16, **half), torch.empty(strips, groups, 16, **half)
+    order, table = torch.empty(strips, groups, dtype=torch.int16), torch.empty(strips, 5, dtype=torch.int32)
+    codes = torch.empty(strips * groups * 128 + offset, dtype=torch.int32)[offset:]
+    x, found = torch.zeros(tokens, columns, dtype=torch.bfloat16), []
+    with (
+        assuming(arch_named("sm90")),
+        in_place_of_launches(lambda kernel, grid, args, named, cluster: found.append((kernel.__name__, grid, cluster))),
+    ):
+        y = packed_linear.dequant_linear(x, codes, *tables, order, table, rows)
+    assert y.shape == (tokens, rows) and y.dtype == x.dtype
+    return found
+
+
+@pytest.mark.parametrize(
+    "tokens, kernel",
+    [(1, "packed_row"), (2, "packed_rows"), (16, "packed_rows"), (65, "packed_rows"), (500, "packed_weight")],
+)
+def test_each_number_of_rows_has_its_kernel(tokens, kernel):
+    ((name, grid, cluster),) = _launched(tokens)
+    assert name == f"{kernel}_kernel"
+    assert grid[0] % cluster == 0 and (cluster == 1 or kernel == "packed_rows")
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_codes_that_16_bytes_do_not_divide_are_dequantised(tokens):
+    assert [name for name, _, _ in _launched(tokens, offset=1)] == ["packed_weight_kernel"]
+
+
+def test_no_rows_and_no_launch():
+    assert not _launched(0)
+
+
+def test_what_was_tuned_for_one_row_is_not_applied_to_more():
+    codes, order = torch.empty(256 * 64 * 128, dtype=torch.int32), torch.empty(256, 64, dtype=torch.int16)
+    shape = packed_linear._way(16, codes, order, LinearConfig(16, 1), arch_named("sm90"))
+    assert shape is not None and shape.rows in plan.BATCH_OF
