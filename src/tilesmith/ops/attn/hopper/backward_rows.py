@@ -91,10 +91,12 @@ def attention_dq_kernel(
     head_row = tl.program_id(0) // blocks
     block = tl.program_id(0) - head_row * blocks
     parts_ptr += tl.program_id(0).to(tl.int64) * (ROWS * (D + REST))
-    x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0)
-    if REST > 0:
-        rest_ptr = parts_ptr + ROWS * D
-        rest = tl.load(rest_ptr + tl.arange(0, ROWS * REST), mask=added, other=0.0)
+    if REST > 0:  # whether anybody has added is known when these are there, too
+        x = tl.load(parts_ptr + tl.arange(0, ROWS * D))
+        rest = tl.load(parts_ptr + ROWS * D + tl.arange(0, ROWS * REST))
+        x, rest = tl.where(added, x, 0.0), tl.where(added, rest, 0.0)
+    else:
+        x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0)
     if twice is not None:
         parts_ptr += tl.num_programs(0).to(tl.int64) * (ROWS * (D + REST))
         x += tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=block < twice, other=0.0)

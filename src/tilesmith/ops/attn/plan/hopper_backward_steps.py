@@ -13,6 +13,9 @@ from tilesmith.ops.attn.plan.model import Buffer, Counter, Part, Source, Step, T
 from tilesmith.ops.attn.plan.shape import Shape, column_parts, columns
 from tilesmith.ops.attn.schedule import run_of
 
+import os
+HELD = int(os.environ.get('HELD','-1'))
+STG = int(os.environ.get('STG','3'))
 WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -39,6 +42,8 @@ class Call(NamedTuple):
     def inputs(self) -> dict[str, Source]:
         """The descriptors of what the main kernel streams and keeps."""
         b, packed = self.b, self.s.packed
+        if b.rest:
+            return self.tiles(q=b.block_m, k=b.block_n, v=b.block_n, dout=b.block_m)
         return {
             "q_desc": Tile("q", b.block_m, packed), "k_desc": Tile("k", b.block_n, packed),
             "v_desc": Tile("v", b.block_n, packed), "dout_desc": Tile("dout", b.block_m, packed),
@@ -64,6 +69,8 @@ class Call(NamedTuple):
         for name, rows in names.items():
             of_v = name in ("v", "dv", "dout")
             wide, rest = columns["DV" if of_v else "D"], columns.get("V_REST" if of_v else "REST", 0)
+            if self.b.rest:
+                wide, rest = 64, self.b.rest
             of = self.written(name) if name in ("dq", "dk", "dv") else name
             found[f"{name}_desc"] = Tile(of, rows, self.s.packed, 1, wide if rest else 0)
             if rest:
@@ -84,6 +91,8 @@ class Call(NamedTuple):
 
     def stages(self) -> int:
         """Tiles of queries in flight."""
+        if self.b.rest:
+            return _most(smem.backward_rest, {"REST": self.b.rest}, STG, self)
         if self.narrow or not self.b.apart:
             return self.config.stages
         return _most(smem.backward_wide, self.columns(), self.config.stages, self)
@@ -163,7 +172,7 @@ def rows_step(call: Call) -> Step:
          "turns_ptr": "turns" if adds else None, "blocks_ptr": b.rows_table, "dlse_strides": "dlse_strides",
          "kept": "kept", **call.strides("out", "dout")},
         {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": blocks},
-        {"ROWS": rows, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": 4 if wide <= 128 else 8},
+        {"ROWS": rows, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": int(os.environ.get("RW","16")) if b.rest else 4 if wide <= 128 else 8},
     )  # fmt: skip
 
 
@@ -177,23 +186,26 @@ def dkv_step(call: Call) -> Step:
         lists = {"list_share": s.heads // heads, "list_rows": b.k_blocks * heads if rows > 1 else 0}
     tensors = call.inputs() | {
         "dq_desc": Tile("dq_parts", b.block_m * b.wide // 512, flat=True),
-        "dk_desc": Tile(call.written("dk"), 64, s.packed), "dv_desc": Tile(call.written("dv"), 64, s.packed),
+        **(call.tiles(dk=64, dv=64) if b.rest else
+           {"dk_desc": Tile(call.written("dk"), 64, s.packed), "dv_desc": Tile(call.written("dv"), 64, s.packed)}),
         "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "turns_ptr": "turns",
         "counter": Counter() if call.ctas()[1] else None, "table": b.tables.table, "lists": b.tables.lists,
         "indices": "list_indices" if s.lists else None, "stream_k_ptr": "stream_k_parts" if division.ctas else None,
         "inner": "inner", "outer": "outer", "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
         **call.stored("dk", "dv"),
     }  # fmt: skip
-    rest = {"REST": b.rest} if b.rest else {}
+    rest = {"REST": b.rest, "HELD": HELD if HELD >= 0 else 3 if b.rest == 16 else 1} if b.rest else {}
     if b.rest:
         tensors["dq_rest_desc"] = Tile("dq_parts", b.block_m * b.rest // 256, flat=True)
     constants = {
         "LIST_Q": s.block_q, "ORDERED": s.deterministic, "WOVEN": order.woven,
-        "RING": order.ring, "BQ": b.block_m, "STAGES": call.config.stages, "launch_pdl": True, **call.kinds(),
+        "RING": order.ring, "BQ": b.block_m, "STAGES": call.stages(), "launch_pdl": True, **call.kinds(),
         **dropout_constants(s), **({"DIM": s.dim} if s.gradients_fp32 else {}), **rest,
     }  # fmt: skip
     numbers = call.sizes() | lists | {"whole_tiles": division.undivided, "stream_k_ctas": division.ctas}
-    memory = smem.backward(b.block_m, b.wide, call.config.stages, s.q_bytes)
+    memory = smem.backward(b.block_m, b.wide, call.stages(), s.q_bytes)
+    if b.rest:
+        memory = smem.backward_rest(constants, s.q_bytes)
     return Step("attention_dkv_kernel", (call.ctas()[0],), tensors, numbers, constants, memory)
 
 
@@ -207,7 +219,7 @@ def dq_step(call: Call) -> Step:
          "scale": "factor", **call.strides("dq")},
         {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks, "twice": twice},
         {"ROWS": b.block_m, "DIM": s.dim, "D": 64 if b.rest else b.wide,
-         "EARLY": s.deterministic and not (s.packed or b.window.hides_left), "num_warps": 4, "launch_pdl": True,
+         "EARLY": s.deterministic and not (s.packed or b.window.hides_left), "num_warps": int(os.environ.get("DW","16")) if b.rest else 4, "launch_pdl": True,
          **({"REST": b.rest} if b.rest else {})},
     )  # fmt: skip
 

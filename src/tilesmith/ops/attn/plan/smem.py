@@ -31,6 +31,14 @@ def backward(block_q: int, wide: int, stages: int, item: int) -> int:
     return (streamed + kept) * item + 2 * stages * block_q * 4 + _rest(True)
 
 
+def backward_rest(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_dkv_kernel` where products have 64 and REST columns: queries and dout, a tile of keys and of values,
+    what dk and dv are stored from, two ds, and two boxes of dq in fp32."""
+    wide = 64 + c["REST"]
+    tiles = (2 * c["STAGES"] * 64 + 2 * 128 + 4 * 64) * wide + 2 * 64 * 128
+    return tiles * item + 2 * 64 * wide * 4 + 2 * c["STAGES"] * 64 * 4 + _rest(True)
+
+
 def backward_wide(c: Mapping[str, Any], item: int) -> int:
     """Of `attention_dkv_wide_kernel`: queries and dout, a tile of keys and of values, two of p, and what dk and dv are
     stored from where it is not the other's operand (`columns.room_for`)."""
