@@ -27,7 +27,7 @@ from tilesmith.attention import (
 from tilesmith.attention.budget import budget
 from tilesmith.attention.estimate import chosen_blocks
 from tilesmith.attention.indexer import indexer_loss
-from tilesmith.attention.patterns import CLOSED
+from tilesmith.attention.patterns import CLOSED, _blocks
 from tilesmith.attention.report import sparsity_report
 from tilesmith.engine.backends import interpreting
 from tilesmith.nn import RotaryEmbedding
@@ -108,6 +108,8 @@ def test_patterns_differ_as_they_say():
     other = pattern_blocks(SparsePattern.RANDOM, 2048, 2048, 0.8, heads=2, block_size=16, seed=1)
     assert not torch.equal(other.indices, drawn.indices)
     assert pattern_blocks(SparsePattern.RANDOM, 2048, 2048, 0.8, heads=2, block_size=16).indices is drawn.indices
+    _blocks.cache_clear()  # as benchmarks do, which time how long the lists take
+    assert pattern_blocks(SparsePattern.RANDOM, 2048, 2048, 0.8, heads=2, block_size=16).indices is not drawn.indices
 
 
 def test_estimated_shares_are_those_of_the_means():

@@ -80,6 +80,7 @@ def kept(most: int) -> Callable[[_Fn], _Fn]:
             index = torch_private.current_device() if device.index is None else device.index
             return known(torch_private.raw_stream(index), *args)
 
+        vars(call)["cache_clear"] = known.cache_clear  # as that of `functools.lru_cache`
         return call
 
     return keep
