@@ -54,7 +54,7 @@ from tilesmith.ops.attn.hopper.backward_block import (
     read_barrier,
     row_of,
 )
-from tilesmith.ops.attn.hopper.backward_rest import hold_tiles, last_rest_dq, rest_block
+from tilesmith.ops.attn.hopper.backward_rest import hold_keys, last_rest_dq, rest_block
 from tilesmith.ops.attn.hopper.backward_walk import (
     BLOCKS,
     EDGE,
@@ -494,7 +494,7 @@ def _consume(
     WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, STREAM_K: gl.constexpr, stream_k_ptr,
     LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr, to, DIM: gl.constexpr, REST: gl.constexpr,
-    GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr, rests, rooms, HELD: gl.constexpr,
+    GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr, rests, rooms,
 ):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -541,7 +541,7 @@ def _consume(
         mbarrier_wait(kv_full.index(0), turn & 1)
         mbarrier_wait(kv_full.index(1), turn & 1)
         if REST > 0:
-            held = hold_tiles(C, k, v, rests, REST, HELD)
+            held = hold_keys(C, k, rests[2], REST)
         step = BQ if ORDERED else -BQ
         if WOVEN:
             step = gl.where(queue.read(turn, RISES) > 0, BQ, -BQ)
@@ -571,7 +571,7 @@ def _consume(
                     if REST > 0:
                         dk, dk_rest, dv, dv_rest = rest_block(
                             C, parts, rests, held, count, dk, dk_rest, dv, dv_rest, count == begin, edge, window, limit,
-                            outer, ds, parking, LEFT, RIGHT, TAIL, REST, STAGES, HELD,
+                            outer, ds, parking, LEFT, RIGHT, TAIL, REST, STAGES,
                         )  # fmt: skip
                     elif LATE_DQ:
                         dk, dv = late_block(
@@ -639,7 +639,6 @@ def attention_dkv_kernel(
     DROPOUT_FORM: gl.constexpr = None, GROUP_PARTS: gl.constexpr = 1, dk_ptr=None, dv_ptr=None, dk_strides=None,
     dv_strides=None, DIM: gl.constexpr = None, REST: gl.constexpr = 0, dq_rest_desc=None, GROUP_SHORT: gl.constexpr = 0,
     q_rest_desc=None, k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None, dk_rest_desc=None, dv_rest_desc=None,
-    HELD: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -656,9 +655,8 @@ def attention_dkv_kernel(
     group of query heads (`kv_head_of`); kv_heads and rows are those of parts, and dk and dv have a head for each.
     GROUP: query heads of a kv head; GROUP_SHORT: so many parts of each group, the last ones, have one fewer
     (`first_head`). dk_ptr, dv_ptr, their strides, DIM: dk and dv in fp32 and their columns; then dk_desc and dv_desc
-    are of k and v, and only say how tiles lie in shared memory. REST: products have 64 and so many columns
-    (`backward_rest`), 0: the D columns of a tile; dq_rest_desc: of what dq is the sum of, for the columns behind the
-    first 64."""
+    are of k and v, and only say how tiles lie in shared memory. REST: tiles and products have 64 and so many
+    columns (`backward_rest`), 0: D columns; those behind the first 64 have the descriptors with rest in their name."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     STREAM_K: gl.constexpr = stream_k_ptr is not None
@@ -720,11 +718,11 @@ def attention_dkv_kernel(
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST, GROUP_PARTS,
-                        GROUP_SHORT, rests, rooms, HELD)),
+                        GROUP_SHORT, rests, rooms)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST, GROUP_PARTS,
-                        GROUP_SHORT, rests, rooms, HELD)),
+                        GROUP_SHORT, rests, rooms)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
                         indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING, rests, REST)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,

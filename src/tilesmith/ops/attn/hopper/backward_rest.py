@@ -5,9 +5,9 @@ A tile is one of 64 columns and one of the next REST, 16 or 32 (`columns`). The 
 of dq, the second one those of the rest. The order of products, waits and barriers is that of
 `backward_block.late_block`.
 
-By count shared memory is what limits a block: 264 KB of 128 bytes a cycle are 2,110 cycles at 80 columns, and its
-products 1,600. So a consumer keeps its rows of keys and of values in registers as far as there are any (HELD), which
-spares 20 KB of reading each.
+By count shared memory is what limits a block: at 80 columns it reads and writes 264 KB, 2,110 cycles at 128 bytes
+each, and its products are 1,600. So a consumer keeps its rows of keys in registers, which spares 20 KB of reading. Those
+of values have none left at 96 columns, and gained less than 1 % at 80.
 """
 
 from tilesmith.device.gluon.shim import (
@@ -29,8 +29,6 @@ from tilesmith.ops.attn.hopper.backward_block import (
 )
 from tilesmith.ops.attn.hopper.columns import add_products, rows_product
 
-KEYS, VALUES = gl.constexpr(1), gl.constexpr(2)  # bits of HELD
-
 
 @gluon.jit
 def _rows(C: gl.constexpr, tile, rest, REST: gl.constexpr):
@@ -40,18 +38,12 @@ def _rows(C: gl.constexpr, tile, rest, REST: gl.constexpr):
 
 
 @gluon.jit
-def hold_tiles(C: gl.constexpr, k, v, rests, REST: gl.constexpr, HELD: gl.constexpr):
-    """A consumer's rows of keys and of values as operands in registers, where HELD has their bit; else None."""
+def hold_keys(C: gl.constexpr, k, k_rest, REST: gl.constexpr):
+    """A consumer's rows of a tile of keys, and of its rest, as operands in registers."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    k_rows, v_rows = (k, k), (v, v)
-    if HELD & KEYS:
-        first, rest = _rows(C, k.index(0), rests[2].index(0), REST)
-        k_rows = first.load(OPERAND), rest.load(OPERAND)
-    if HELD & VALUES:
-        first, rest = _rows(C, v.index(0), rests[3].index(0), REST)
-        v_rows = first.load(OPERAND), rest.load(OPERAND)
-    return k_rows, v_rows
+    first, rest = _rows(C, k.index(0), k_rest.index(0), REST)
+    return first.load(OPERAND), rest.load(OPERAND)
 
 
 @gluon.jit
@@ -86,11 +78,11 @@ def last_rest_dq(C: gl.constexpr, count, ds, k, k_rest, parking, dq_empty, REST:
 
 @gluon.jit
 def rest_block(
-    C: gl.constexpr, parts, rests, held, count, dk, dk_rest, dv, dv_rest, first, edge, window, limit, outer, ds,
+    C: gl.constexpr, parts, rests, keys, count, dk, dk_rest, dv, dv_rest, first, edge, window, limit, outer, ds,
     parking, LEFT: gl.constexpr, RIGHT: gl.constexpr, TAIL: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr,
 ):  # fmt: skip
-    """What a block of 64 queries adds to dk and dv, and dq of the block before; see `late_block`."""
+    """What a block of 64 queries adds to dk and dv, and dq of the block before; see `late_block`. keys: of
+    `hold_keys`."""
     gl.static_assert(STAGES <= 3)  # a fourth would need a barrier more
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -101,19 +93,12 @@ def rest_block(
     phase = (count // STAGES) & 1
     # 0, but not for the compiler: it would keep the addresses of all parts of these tiles in registers
     none = count >> 30
-    if HELD & KEYS:
-        k_rows, k_rows_rest = held[0]
-    else:
-        k_rows, k_rows_rest = _rows(C, k.index(none), rests[2].index(none), REST)
-    if HELD & VALUES:
-        v_rows, v_rows_rest = held[1]
-    else:
-        v_rows, v_rows_rest = _rows(C, v.index(none), rests[3].index(none), REST)
+    v_rows, v_rows_rest = _rows(C, v.index(none), rests[3].index(none), REST)
     q_tile, q_rest = q.index(s).reshape([64, 64]), rests[0].index(s).reshape([64, REST])
     dout_tile, dout_rest = dout.index(s).reshape([64, 64]), rests[1].index(s).reshape([64, REST])
     previous = count - 1
     mbarrier_wait(q_full.index(s), phase)
-    s_made = rows_product(k_rows, k_rows_rest, q_tile, q_rest, zero, REST)
+    s_made = rows_product(keys[0], keys[1], q_tile, q_rest, zero, REST)
     if not first:
         named_barrier("sync", REST_HALF + (previous & 1) * 2 + 1 - C)
     dq_made = _start_dq(C, previous, ds, k, rests[2], REST)
