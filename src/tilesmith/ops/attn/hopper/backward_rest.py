@@ -7,7 +7,7 @@ of dq, the second one those of the rest. The order of products, waits and barrie
 
 By count shared memory is what limits a block: at 80 columns it reads and writes 264 KB, 2,110 cycles at 128 bytes
 each, and its products are 1,600. So a consumer keeps its rows of keys in registers, which spares 20 KB of reading. Those
-of values have none left at 96 columns, and gained less than 1 % at 80.
+of values have no registers left at 96 columns, and gained nothing at 80 on average.
 """
 
 from tilesmith.device.gluon.shim import (
