@@ -278,9 +278,7 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 row = place + block + member * whole.q_blocks
                 if count >= walk.STAGES:
                     named_barrier("sync", read_barrier(s, REST), 288)
-                load_tile(
-                    q_desc, q_rest_desc, there, q_full.index(s), q.index(s), q_rest.index(s), REST, walk.PACKED
-                )
+                load_tile(q_desc, q_rest_desc, there, q_full.index(s), q.index(s), q_rest.index(s), REST, walk.PACKED)
                 cp_async_row(lse_ptr + row * BQ + lane, q_full.index(s), lse.index(s))
                 load_tile(
                     dout_desc, dout_rest_desc, there, dout_full.index(s), dout.index(s), dout_rest.index(s), REST,
@@ -323,7 +321,8 @@ def _through_ds(BQ, D, LEFT, RIGHT):
 
 @gluon.jit
 def _write(C: gl.constexpr, queue, turn, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype: gl.constexpr,
-           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr, to, keys, DIM: gl.constexpr):  # fmt: skip
+           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr, to, keys,
+           DIM: gl.constexpr):  # fmt: skip
     """Write a tile's dk and dv, from the boxes that the next dq would be left in, or THROUGH_DS from a consumer's half
     of the next ds. to: pointers and strides of dk and dv in fp32, to which the registers are stored; None: there are
     none."""
@@ -724,7 +723,8 @@ def attention_dkv_kernel(
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST, GROUP_PARTS,
                         GROUP_SHORT, rests, rooms)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING, rests, REST)),
+                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING, rests,
+                        REST)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
                     k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc, GROUP_PARTS,
                     GROUP_SHORT)),

@@ -1,13 +1,13 @@
 """What a consumer of attention's backward on Hopper (`backward`) does with a block of queries at head dims from 65 to
 96, whose products have 80 or 96 columns.
 
-A tile is one of 64 columns and one of the next REST, 16 or 32 (`columns`). The first consumer makes the first 64 columns
-of dq, the second one those of the rest. The order of products, waits and barriers is that of
+A tile is one of 64 columns and one of the next REST, 16 or 32 (`columns`). The first consumer makes the first 64
+columns of dq, the second one those of the rest. The order of products, waits and barriers is that of
 `backward_block.late_block`.
 
 By count shared memory is what limits a block: at 80 columns it reads and writes 264 KB, 2,110 cycles at 128 bytes
-each, and its products are 1,600. So a consumer keeps its rows of keys in registers, which spares 20 KB of reading. Those
-of values have no registers left at 96 columns, and gained nothing at 80 on average.
+each, and its products are 1,600. So a consumer keeps its rows of keys in registers, which spares 20 KB of reading.
+Those of values have no registers left at 96 columns, and gained nothing at 80 on average.
 """
 
 from tilesmith.device.gluon.shim import (
