@@ -46,6 +46,7 @@ from tilesmith.precision.scaling import roll
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((4096, 28_672), (14_336, 4096))  # in, out: the wide products of a Llama of 8 B
 TOKENS = (8192, 16_384)
+LAYOUTS = ((True, False), (True, True), (False, True))  # rows, columns
 PEERS = {"tensorwise": ("delayed", "current"), "rowwise_with_gw_hp": ("rowwise",)}  # torchao's recipe -> ours like it
 
 
@@ -55,8 +56,13 @@ def tiles(*each: str) -> tuple[str, ...]:
 
 
 def blocks(*each: str) -> tuple[str, ...]:
-    """Pins of blocks, each "warps registers bands"."""
-    return pins("num_warps max_registers bands", *each)
+    """Pins of blocks, each "warps registers bands stages"."""
+    return pins("num_warps max_registers bands stages", *each)
+
+
+def stacks(*each: str) -> tuple[str, ...]:
+    """Pins of tiles of stacks, with whether they are cast the other way round than they were read."""
+    return pins("block_rows block_cols num_warps bands last_first", *each)
 
 
 def pins(fields: str, *each: str) -> tuple[str, ...]:
@@ -66,16 +72,20 @@ def pins(fields: str, *each: str) -> tuple[str, ...]:
 PINS = {
     "fp8_cast": ("triton",),
     "fp8_cast both": tiles("128 64 4 1", "128 64 4 8", "128 128 8 8"),
-    "fp8_cast_pair": ("triton",),
+    "fp8_cast after concatenation": ("triton",),
+    "fp8_cast_beside": tiles("128 64 4 1", "128 64 4 8"),
+    "fp8_cast_stack": stacks("128 64 4 1 1", "128 64 4 1 0"),
+    "fp8_cast_stack three": stacks("128 64 4 1 1", "128 64 4 1 0"),
+    "fp8_amax": pins("block num_warps programs", "8192 8 1056", "8192 8 528", "16384 8 1056", "4096 8 1056"),
     "fp8_transpose": tiles("128 128 4 1", "128 128 4 8", "128 64 4 8", "256 128 8 8"),
     "fp8_cast_rows": (
         "triton",
         "triton:block_rows=1:block_cols=16384:num_warps=16",
         "triton:block_rows=1:block_cols=32768:num_warps=32",
     ),
-    "fp8_cast_blocks": blocks("8 0 8", "8 80 8", "16 64 8"),
-    "fp8_cast_blocks rows": blocks("8 0 8", "8 128 8"),
-    "fp8_cast_blocks square": blocks("8 0 8", "8 128 8"),
+    "fp8_cast_blocks": blocks("8 0 8 1", "8 0 8 3", "8 0 8 4", "16 64 8 1"),
+    "fp8_cast_blocks rows": blocks("8 0 8 1", "8 128 8 1"),
+    "fp8_cast_blocks square": blocks("8 0 8 1", "8 128 8 1"),
     "rms_norm_fp8": (
         "triton",
         *pins("max_registers weight_first", "128 1", "0 1", "0 0", "40 0"),
@@ -170,14 +180,17 @@ def values(run: Run) -> bool:
 def casts_alike(run: Run, x: Tensor, format: str, what: str) -> bool:
     """Each cast of one tensor, which is given numbers that are none, infinite, zero and too large."""
     x[1, 2], x[2, 3], x[3, 4], x[4], x[5, 6] = torch.nan, torch.inf, -torch.inf, 0, 6e4
-    whole = x[: x.shape[0] // 16 * 16].nan_to_num()
+    whole, wide = x[: x.shape[0] // 16 * 16].nan_to_num(), x[:, : x.shape[1] // 16 * 16]
+    heights, widths = thirds(whole.shape[0]), thirds(wide.shape[1])
     calls: list[tuple[str, tuple]] = [
-        *(("fp8_cast", (x, one(4.0), one(0.0), format, *layouts)) for layouts in ((True, False), (True, True))),
-        ("fp8_cast", (x, one(4.0), one(0.0), format, False, True)),
+        *(("fp8_cast", (x, one(4.0), one(0.0), format, *wanted)) for wanted in LAYOUTS),
         ("fp8_cast_rows", (x, format)),
         *(("fp8_cast_blocks", (x, format, True, True, square)) for square in (False, True)),
         ("fp8_transpose", (reference.cast(x.float(), format),)),
-        ("fp8_cast_pair", (whole, whole.flip(0) / 4, format)),
+        ("fp8_cast_stack", (whole, whole.flip(0) / 4, None, format)),
+        ("fp8_cast_stack", (*whole.split(heights), format)),
+        *(("fp8_cast_beside", (*wide.split(widths, 1), one(4.0), one(0.0), format, *wanted)) for wanted in LAYOUTS),
+        ("fp8_amax", (whole, whole[:5], whole.flip(0) * 2)),
     ]
     if x.dtype is torch.bfloat16 and format == "e4m3":
         calls += [("fp8_cast_blocks", (x, format, rows, not rows)) for rows in (False, True)]
@@ -186,14 +199,20 @@ def casts_alike(run: Run, x: Tensor, format: str, what: str) -> bool:
     return all(same)
 
 
+def thirds(size: int) -> tuple[int, int, int]:
+    """A multiple of 16 as three of them, as far as there are so many."""
+    part = size // 64 * 16
+    return size - 2 * part, part, part
+
+
 def alike(run: Run, name: str, args: tuple, what: str) -> bool:
     """One call of the kernel itself beside the reference; amax is compared too."""
     kernel = declared()[name].kernel("triton").fn if DEVICE.type != "cpu" else getattr(reference, name)
     copies = [tuple(a.clone() if isinstance(a, Tensor) else a for a in args) for _ in range(2)]
     found, want = kernel(*copies[0]), getattr(reference, name)(*copies[1])
     found, want = (r if isinstance(r, tuple) else (r,) for r in (found, want))
-    if name == "fp8_cast":
-        found, want = (*found, copies[0][2]), (*want, copies[1][2])
+    if at := {"fp8_cast": 2, "fp8_cast_beside": 4}.get(name):
+        found, want = (*found, copies[0][at]), (*want, copies[1][at])
     wrong = [same_bits(f, w) for f, w in zip(found, want)]
     if any(wrong):
         run.row(op=name, call=what, options=[a for a in args if not isinstance(a, Tensor)], differing=wrong)
@@ -255,10 +274,15 @@ def cast_calls(m: int, n: int) -> dict[str, tuple[Callable[[], object], int]]:
     """Calls by name, and the bytes that each moves for an element of x."""
     x, up, dh = (drawn(m, n) for _ in range(3))
     x8, bound, amax, factor = reference.cast(x.float(), "e4m3"), one(6.0), one(0.0), one(2.0**-5)
+    beside, both = [part.contiguous() for part in x.split(thirds(n), 1)], (bound, amax, "e5m2", True, True)
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "fp8_cast": (lambda: ops.fp8_cast(x, bound, amax, "e4m3"), 3),
         "fp8_cast both": (lambda: ops.fp8_cast(x, bound, amax, "e5m2", True, True), 4),
-        "fp8_cast_pair": (lambda: ops.fp8_cast_pair(x, up), 12),  # the weights are read twice
+        "fp8_cast after concatenation": (lambda: ops.fp8_cast(torch.cat(beside, 1), *both), 4),
+        "fp8_cast_beside": (lambda: ops.fp8_cast_beside(*beside, *both), 4),
+        "fp8_cast_stack": (lambda: ops.fp8_cast_stack(x, up), 12),  # the weights are read twice
+        "fp8_cast_stack three": (lambda: ops.fp8_cast_stack(*x.split(thirds(m))), 6),
+        "fp8_amax": (lambda: ops.fp8_amax(x), 2),
         "fp8_transpose": (lambda: ops.fp8_transpose(x8), 2),
         "fp8_cast_rows": (lambda: ops.fp8_cast_rows(x), 3),
         "fp8_cast_blocks": (lambda: ops.fp8_cast_blocks(x, "e4m3", True, True), 4),

@@ -4,7 +4,8 @@
 
 A step is the forward with its loss and the backward; bf16, each library's own attention setting. Variants of a family
 take turns in one process. Liger replaces functions of transformers' modules, so `--variant liger` runs in a process of
-its own, with nothing beside it. Rows are kept beside those that the file holds.
+its own, with nothing beside it. Rows are kept beside those that the file holds; each says by which command and when it
+was made.
 
 Linear layers in 8 bits run where `--variant` names them: `fp8` and `fp8-rowwise` are `optimize` and
 `convert_model_to_fp8` by the delayed and the rowwise recipe, `torchao-fp8` is torchao's tensorwise recipe, compiled, on
@@ -41,6 +42,7 @@ from tilesmith.precision import FP8Config, convert_model_to_fp8, refresh_fp8, re
 from tilesmith.precision.scaling import roll
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RUN = ("command", "date")  # of a run, what its rows keep
 OPTIONS = argparse.Namespace(tiny=False)  # what the command line asked for
 BF16_LOSS = 5e-3  # of a loss, the most that variants may be apart
 BF16_STEP = 2**-7  # of a number, the most that it is from the next one in bf16, in which some models' losses are
@@ -312,6 +314,11 @@ def timed(steps: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str
     return interleave(rounds, {name: wall(step, 2) for name, step in steps.items()})
 
 
+def signed(rows: dict[str, dict[str, Any]], run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows with the command and the date of the run that made them, where they do not say their own."""
+    return {name: {**row, **{key: row.get(key, run[key]) for key in RUN if key in run}} for name, row in rows.items()}
+
+
 def strays(rows: dict[str, dict[str, Any]]) -> list[str]:
     """Variants whose loss is not that of the first variant in bf16, or of the first where all are in 8 bits."""
     ran = {name: row for name, row in rows.items() if "loss" in row}
@@ -345,7 +352,9 @@ def main() -> int:
     if "liger" in chosen and len(chosen) > 1:
         parser.error("--variant liger needs a process of its own: it replaces functions of transformers' modules")
     held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
-    document, right = {"subject": tables.STEPS, **provenance(), "rows": held.get("rows", {})}, True
+    before = {name: signed(rows, held) for name, rows in held.get("rows", {}).items()}
+    run, right = provenance(), True
+    document = {"subject": tables.STEPS, **run, "rows": before}
     for name in given.families or FAMILIES:
         say(name)
         family = tiny(FAMILIES[name]) if given.tiny else FAMILIES[name]
@@ -353,7 +362,7 @@ def main() -> int:
         for stray in strays(rows):
             say(f"  {stray}: its loss is not that of the first")
             right = False
-        document["rows"].setdefault(name, {}).update(rows)
+        document["rows"].setdefault(name, {}).update(signed(rows, run))
         given.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         torch._dynamo.reset()
     if not right:

@@ -140,6 +140,10 @@ def test_the_table_of_training_steps(tmp_path):
         "| a | 90.0 | – | 80.0 | 70.0 | 40.0 | 1.50 | 6.0, 5.0 |",
     ]
     assert filled[6] == "<sub>a GPU, bf16, torch 1, transformers 2; today; `run`</sub>"
+    rows["a"]["graphs"] |= {"command": "run graphs", "date": "later"}
+    (tmp_path / "steps.json").write_text(json.dumps({**made, "rows": rows}), encoding="utf-8")
+    filled = tables.fill("<!-- bench:steps b a -->\n<!-- /bench -->", tmp_path).splitlines()
+    assert filled[6].endswith("; later to today; `run ; run graphs`</sub>")
     with pytest.raises(ValueError, match="model-steps has no rows of c"):
         tables.fill("<!-- bench:steps c -->\n<!-- /bench -->", tmp_path)
 

@@ -158,14 +158,14 @@ def test_the_command_measures_saves_and_draws(tmp_path, monkeypatch, missing):
     monkeypatch.undo()
     op = document.save({**document.load(path), "subject": "silu", "sweep": None, "rows": []}, tmp_path)
     for arguments, message in (
-        (("silu", *here), "--plot draws a sweep; say along what"),
+        (("silu", *here), "--plot is for ops with --sweep and a saved sweep"),
         (("silu", "--sweep", "rows", *here), "--sweep must be columns, tokens, vocabulary"),
         (("silu", "--sweep", "columns=a", *here), "--sweep columns=a: "),
         (("silu", "--sweep", "vocabulary", *here), "silu cannot be swept along vocabulary; it has: columns, tokens"),
         ((path,), "is a result; --plot FOLDER draws it"),
         ((path, "silu", *here), "plot saved results, or measure; not both at once"),
-        (("no/such.json", *here), "no/such.json does not exist; give a saved sweep"),
-        ((op, *here), "is not a sweep"),
+        (("no/such.json", *here[-2:]), "no/such.json does not exist; give a saved sweep"),
+        ((op, *here[-2:]), "is not a sweep"),
     ):
         code, output = tilesmith(*arguments)
         assert code == 2

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +40,27 @@ def test_variants_in_8_bits(tmp_path):
     assert all(llama[name]["ms"] > 0 for name in variants)
     assert llama["fp8"]["loss"] != llama["optimize"]["loss"] != llama["fp8-rowwise"]["loss"]
     assert "no linear layer is eligible" in rows["gpt2-medium"]["fp8"]["error"]  # its layers are Conv1D
+
+
+def test_rows_keep_the_command_that_made_them(model_steps):
+    """Also those of a run before, whose command the file has in its head alone."""
+    first = {"command": "python a", "date": "2026-11-29", "gpu": "one"}
+    rows = model_steps.signed({"eager": {"ms": 1.0}, "liger": {"ms": 2.0, "command": "python b"}}, first)
+    assert rows["eager"] == {"ms": 1.0, "command": "python a", "date": "2026-11-29"}
+    assert rows["liger"] == {"ms": 2.0, "command": "python b", "date": "2026-11-29"}
+    assert model_steps.signed(rows, {"command": "python c", "date": "2026-11-30"}) == rows
+    assert model_steps.signed({"eager": {"ms": 1.0}}, {}) == {"eager": {"ms": 1.0}}
+
+
+def test_commands_of_saved_rows_make_them():
+    found = json.loads((SCRIPTS / "results" / "sm90" / "model-steps.json").read_text(encoding="utf-8"))
+    for family, rows in found["rows"].items():
+        for variant, row in rows.items():
+            words = shlex.split(row["command"])
+            assert family in words and row["date"], (family, variant)
+            at = [words[i + 1] for i, word in enumerate(words) if word == "--variant"]
+            assert variant.partition(" (beside")[0] in at, (family, variant)
+            assert ("--kernels" in words) == ("most" in row), (family, variant)
 
 
 def test_every_family(tmp_path, model_steps):

@@ -1,11 +1,15 @@
 """kv_cache_append against plain indexing, what it drops, what it leaves alone, and what it refuses."""
 
+import itertools
+import random
+
 import pytest
 import torch
 
-from tilesmith.engine import use
+from tilesmith.engine import torch_private, use
 from tilesmith.engine.backends import missing
-from tilesmith.ops import Mask, attention, kv_cache_append
+from tilesmith.ops import Mask, attention, kv_cache_append, rope
+from tilesmith.ops.attn.overlap import distance, overlap
 from tilesmith.validate.budget import compare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -322,7 +326,7 @@ def test_keys_alone_are_written_where_values_are_their_columns(backend):
     assert torch.equal(cache, expected)
     kv_cache_append(cache, cache.new_empty(()).expand(2, 1, 6, 0), new, new[..., :0], _lengths(1, 3))
     assert torch.equal(cache, expected)
-    with pytest.raises(ValueError, match="v_cache begins where k_cache does"):
+    with pytest.raises(ValueError, match="v_cache begins where k_cache does and shares memory"):
         kv_cache_append(cache, cache[..., :32], new, new[..., :32], _lengths(1, 3))
     assert torch.equal(cache, expected)
 
@@ -336,3 +340,90 @@ def test_one_cache_for_keys_and_values_is_refused():
         kv_cache_append(**given | {"v_cache": given["k_cache"]})
     kv_cache_append(**given | {"k_cache": given["k_cache"][..., :0], "v_cache": given["k_cache"][..., :0],
                                "k": given["k"][..., :0], "v": given["v"][..., :0]})  # fmt: skip
+
+
+def test_caches_that_share_elements_are_refused_wherever_they_begin():
+    """Values behind the start of the keys, and those of a call whose facts but their distance are known already."""
+    memory = _randn(2, 1, 6, 80)
+    before, new = memory.clone(), _randn(2, 1, 3, 40)
+    given = (new, new, _lengths(1, 3))
+    kv_cache_append(memory[..., :40], memory[..., 40:], *given)
+    assert not torch.equal(memory, before)
+    before = memory.clone()
+    for first in (1, 16, 39):
+        with pytest.raises(ValueError, match=f"v_cache begins {4 * first} bytes from where k_cache does and shares"):
+            kv_cache_append(memory[..., :40], memory[..., first : first + 40], *given)
+        with pytest.raises(ValueError, match=f"v_cache begins -{4 * first} bytes from where"):
+            kv_cache_append(memory[..., first : first + 40], memory[..., :40], *given)
+    with pytest.raises(ValueError, match="v_cache begins 64 bytes from where"):
+        kv_cache_append(memory[..., :40], memory[..., 16:40], new, new[..., :24], _lengths(1, 3))
+    assert torch.equal(memory, before)
+
+
+def test_the_last_features_are_rotated_before_they_are_written(backend):
+    """As the documentation says, of heads whose rotated part comes last."""
+    k_cache, v_cache = _randn(2, 1, 9, 24), _randn(2, 1, 9, 16)
+    q, k, v, angle = _randn(2, 4, 3, 24), _randn(2, 1, 3, 24), _randn(2, 1, 3, 16), _randn(9, 4)
+    lengths, rows = _lengths(2, 5), torch.stack((angle[2:5], angle[5:8]))
+    turned = [torch.stack([torch.stack([_turn(h.roll(8, -1), a, False, torch.float64).roll(-8, -1) for h in row])
+                           for row, a in zip(x, rows)]) for x in (q, k)]  # fmt: skip
+    places = {(b, t): (b, n + t) for b, n in enumerate((2, 5)) for t in range(3)}
+    expected = _write(k_cache, turned[1], places)
+    q, k = rope(q, k, angle.cos(), angle.sin(), offsets=lengths, last=True)
+    kv_cache_append(k_cache, v_cache, k, v, lengths)
+    torch.testing.assert_close(q, turned[0].float())
+    torch.testing.assert_close(k_cache, expected)
+
+
+SHARED = {
+    "tokens": lambda x: (x.view(2, 6, 2, 2, 8)[:, :, i].transpose(1, 2) for i in (0, 1)),
+    "rows": lambda x: (x.view(2, 2, 2, 6, 8)[:, i] for i in (0, 1)),
+    "heads": lambda x: (y.transpose(1, 2) for y in x.view(2, 6, 2, 16).split(8, -1)),
+    "features": lambda x: (x.view(2, 2, 6, 8, 2)[..., i] for i in (0, 1)),
+    "orders": lambda x: (x.view(2, 2, 2, 6, 8)[:, 0], x.view(2, 2, 6, 2, 8)[:, 1].transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_caches_that_lie_between_one_another_are_two(kind, backend):
+    memory = _randn(2 * 2 * 6 * 2 * 8)
+    k_cache, v_cache = SHARED[kind](memory)
+    k, v = _randn(2, 2, 2, 8), _randn(2, 2, 2, 8) + 1
+    places = {(b, t): (b, n + t) for b, n in enumerate((1, 3)) for t in range(2)}
+    expected = _write(k_cache, k, places), _write(v_cache, v, places)
+    kv_cache_append(k_cache, v_cache, k, v, _lengths(1, 3))
+    assert torch.equal(k_cache, expected[0]) and torch.equal(v_cache, expected[1])
+
+
+def test_overlap_is_what_a_list_of_bytes_says():
+    chance = random.Random(7)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    with torch_private.fake_tensor_mode() as mode:
+        fake = mode.from_tensor(memory)
+
+    seen = set()
+    for _ in range(3000):
+        dims = [chance.choice((1, 2, 3, 5)) for _ in range(chance.randint(1, 4))]
+        strides = [chance.choice((1, 2, 3, 4, 8, 12, 16, 24, 32, 64)) for _ in dims]
+        pair, places = [], []
+        for i in (0, 1):
+            dtype = chance.choice((torch.uint8, torch.float16, torch.float32))
+            if i and chance.random() < 0.5:
+                dims = [chance.choice((n, 2)) for n in dims]
+            elif i and chance.random() < 0.5:
+                strides = [chance.choice((1, 2, 3, 5, 8, 40)) for _ in dims]
+            offset = chance.randint(0, 80)
+            pair.append((dtype, dims, strides, offset))
+            firsts = itertools.product(*(range(0, n * s, s) for n, s in zip(dims, strides)))
+            at = ((offset + sum(first)) * dtype.itemsize for first in firsts)
+            places.append({place + j for place in at for j in range(dtype.itemsize)})
+        shared = bool(places[0] & places[1])
+        seen.add(shared)
+        x = [torch.as_strided(memory.view(dtype), *where) for dtype, *where in pair]
+        assert overlap(*x) is shared, pair
+        assert distance(*x) == pair[1][3] * pair[1][0].itemsize - pair[0][3] * pair[0][0].itemsize
+    assert seen == {True, False}
+    assert distance(memory, memory.clone()) is None and not overlap(memory, memory.clone())
+    assert not overlap(memory, memory[:0])
+    for other in (memory.to("meta"), fake):
+        assert overlap(other[:8], other[4:]) and not overlap(other[:8], other[8:])

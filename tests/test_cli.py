@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -216,7 +217,7 @@ def test_explain_takes_shapes_and_values():
             ("bench", "model", "--against", "ligr", "--device", "cpu"),
             "model has no provider 'ligr'. Did you mean 'liger'?",
         ),
-        (("bench", "model", "--case", "small", "--device", "cpu"), "model has no case 'small'. There is none"),
+        (("bench", "model", "--case", "small", "--device", "cpu"), "--case is for ops, ops with"),
         (("bench", "attention", "--sweep", "tokens", "--case", "windo", "--device", "cpu"), "has no panel 'windo'"),
         (("bench", "model", "--zoo", "3", "--device", "cpu"), "--zoo: model cannot be drawn from models; ops that can"),
         (("bench", "host", "--zoo", "3"), "--zoo: host cannot be drawn from models"),
@@ -224,13 +225,24 @@ def test_explain_takes_shapes_and_values():
         (("bench", OP, "rope", "--zoo", "3"), "--zoo: rope cannot be drawn from models"),
         (("bench", OP, "--zoo", "3", "--decode"), "--zoo: decode is a call of attention, not of swiglu"),
         (("bench", "all", "--zoo", "3", "--sweep", "tokens"), "--zoo draws the calls"),
-        (("bench", OP, "--count", "3"), "--count belongs to --zoo SEED"),
-        (("bench", "attention", "--decode"), "--decode belongs to --zoo SEED"),
+        (("bench", OP, "--count", "3"), "--count is for ops with --zoo; swiglu cannot take it: leave it out"),
+        (("bench", "attention", "--decode"), "--decode is for ops with --zoo; attention cannot take it"),
+        (("bench", OP, "--shape", "tiny", "--device", "cpu"), "--shape is for model; swiglu cannot take it"),
+        (("bench", "host", OP, "--limit", "5", "--device", "cpu"), "--limit is for model and context-parallel; host"),
         (
-            ("bench", OP, "--shape", "tiny", "--device", "cpu"),
-            "--shape tiny belongs to model; swiglu has cases: --case",
+            ("bench", "model", "--forward"),
+            "is for ops, ops with --sweep and ops with --zoo; model cannot take it",
         ),
-        (("bench", "host", OP, "--limit", "5", "--device", "cpu"), "--limit 5 belongs to model and context-parallel"),
+        (("bench", "host", "model", "--tag", "test"), "--tag is for ops; host and model cannot take it: leave it out"),
+        (("bench", "context-parallel", "--device", "cuda"), "context-parallel cannot take it: leave it out"),
+        (("bench", "context-parallel", "--dtype", "float32"), "--dtype is for ops"),
+        (("bench", "context-parallel", "--sweep", "tokens"), "--sweep is for ops"),
+        (("bench", "context-parallel", "--json"), "--json is for ops"),
+        (("bench", "model", "--sweep", "tokens"), "--sweep is for ops"),
+        (("bench", "no.json", "--forward"), "no.json cannot take it"),
+        (("bench", OP, "--sweep", "tokens", "--tag", "test"), "--tag is for ops; swiglu cannot take it"),
+        (("bench", "--readme", "README.md", "--forward"), "--readme cannot take it"),
+        (("bench", OP, "--readme", "README.md"), "--readme measures nothing; leave swiglu out"),
         (("bench", OP, "--tag", "nope", "--device", "cpu"), "case of swiglu is tagged nope; their tags are: bench, "),
         (("tune", "rms_norm", "--case", "nope", "--device", "cpu"), "rms_norm has no case 'nope'"),
         (("tune", "rms_norm", "--case", "small", "--case", "smal", "--device", "cpu"), "Did you mean 'small'?"),
@@ -290,6 +302,14 @@ def test_a_wrong_argument_is_answered_with_those_that_users_write():
 def test_errors_keep_their_brackets():
     code, output = run("explain", "rms_norm", "--device", "cpu", "--set", "casting=[bold]")
     assert code == 2 and "'[bold]'" in output
+
+
+def test_each_option_of_bench_says_what_takes_it():
+    from tilesmith.cli import bench
+
+    parameters = set(inspect.signature(bench.command).parameters) - {"context", "what"}
+    assert parameters == set(bench.TAKERS)
+    assert {kind for takers in bench.TAKERS.values() for kind in takers} == set(bench.KINDS)
 
 
 def test_bench_takes_names_that_one_of_several_ops_has(monkeypatch):

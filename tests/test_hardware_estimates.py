@@ -11,7 +11,8 @@ from optimize_models import build
 from tilesmith import nn as tnn
 from tilesmith.engine.timing import peak_memory
 from tilesmith.hardware import HardwareAbstractionLayer
-from tilesmith.models.sizing.memory_estimate import traced_peak
+from tilesmith.models.sizing import moments, probes
+from tilesmith.models.sizing.memory_estimate import LiveBytes, traced_peak
 from tilesmith.models.sizing.probes import probe
 from tilesmith.models.sizing.sample_inputs import sample_of
 from tilesmith.precision import FP8Config, convert_model_to_fp8
@@ -140,3 +141,82 @@ def test_batches_of_a_model_with_buffers_that_inference_mode_made():
     assert model.shift.is_inference()
     assert 1 <= _layer().get_optimal_batch_size(model, sample=x, max_batch_size=4) <= 4
     assert model.shift.is_inference() and torch.equal(model.shift, torch.ones(16))
+
+
+class _Allocator(LiveBytes):
+    """A device's allocator, of which operators take scratch memory as on CUDA: a sum over rows, the gradient of a bias,
+    for the partial sums of its blocks, as much for few rows as for many; a product copies an expanded operand."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        scratch = 0
+        if func is torch.ops.aten.sum.dim_IntList:
+            scratch = 17 * 16 * out.nbytes
+        elif func is torch.ops.aten.mm.default:
+            scratch = max((x.nbytes for x in args if 0 in x.stride()), default=0)
+        self.peak = max(self.peak, self.now + scratch)
+        return out
+
+    def memory_allocated(self, device):
+        return self.now
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.now
+
+    def of(self, fn):
+        """The most bytes that were held during one call above what was held before it."""
+        self.reset_peak_memory_stats(CPU)
+        before = self.now
+        fn()
+        return self.peak - before
+
+
+def test_scratch_memory_that_does_not_grow_with_the_rows_is_not_scaled_with_them(monkeypatch):
+    """An MLP's step has its peak at another operator with few rows than with many."""
+    model = _wide()
+    rows = sample_of(model)
+    with _Allocator() as allocator:
+        allocator.ignore(model.parameters())
+        monkeypatch.setattr(probes, "peak_memory", lambda fn, device: allocator.of(fn))
+        monkeypatch.setattr(moments, "EVENTS", ("cpu",))
+        monkeypatch.setattr(moments.torch, "get_device_module", lambda device: allocator)
+        estimates = {batch: _layer().memory_estimate(model, batch) for batch in (64, 65, 256)}
+        for batch, estimate in estimates.items():
+            assert estimate.probes == 1
+            for parameter in model.parameters():
+                parameter.grad = None
+            measured = allocator.of(lambda b=batch: rows.step(model, b))
+            assert estimate.step == pytest.approx(measured, rel=0.02), batch
+
+
+def test_moments_of_other_operators_tell_nothing(monkeypatch):
+    """A model that takes another way with few rows, or that raises where it is watched, is estimated by its scale."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.inner(x) if len(x) >= 8 else self.inner(x) + 1.0
+
+    model = Two()
+    given = sample_of(model, torch.randn(1, 16))
+    find = lambda b, peak: moments.moments(model, given, b, backward=True, device=CPU, peak=peak)  # noqa: E731
+    assert find(16, 10_000) == ()  # a CPU's allocator tells no peak
+    with _Allocator() as allocator:
+        allocator.ignore(model.parameters())
+        monkeypatch.setattr(moments, "EVENTS", ("cpu",))
+        monkeypatch.setattr(moments.torch, "get_device_module", lambda device: allocator)
+        peak = {b: allocator.of(lambda b=b: given.step(model, b)) for b in (8, 16)}
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert find(8, peak[8]) == () and find(1, 1000) == () and find(16, 2 * peak[16]) == ()
+        few, many = find(16, peak[16])
+        assert (few.batch, many.batch) == (8, 16) and max(many.levels) == peak[16]
+        monkeypatch.setattr(Two, "forward", lambda self, x: 1 / 0)
+        assert find(16, peak[16]) == ()
+    assert all(p.grad is None for p in model.parameters())

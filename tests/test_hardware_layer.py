@@ -154,7 +154,7 @@ def _costs(time, peak, traced=None, rows=None, forward=None):
     """A model whose steps take `time(b)` seconds and `peak(b)` bytes, beyond gradients `rows(b)`, of which in the
     forward `forward(b)`; memory runs out above 10,000."""
 
-    def run(batch, apart=False):
+    def run(batch, apart=False, growth=False):
         more = ((rows or peak)(batch), (forward or rows or peak)(batch)) if apart else (0, 0)
         return Probe(batch, time(batch), peak(batch), 0, peak(batch) <= 10_000, *more)
 

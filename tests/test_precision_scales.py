@@ -150,6 +150,41 @@ def test_finer_recipes_tell_of_no_scales(recipe):
     assert told["scales"] == told["amax_histories"] == {}
 
 
+def test_a_scale_that_is_never_used_does_not_end_every_step_by_a_wait(monkeypatch):
+    used, unused = (Scaling("e4m3", 4, DEVICE, True) for _ in range(2))
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t, real=torch.Tensor.tolist: (asked.append(step), real(t))[1])
+    for step in range(1, 20):
+        used.amax.fill_(float(step))
+        roll(nn.ModuleList([used, unused]))
+    assert asked == [1, 2, 4, 8, 16] and used.warm and not unused.warm
+    unused.amax.fill_(3.0)
+    for step in range(20, 33):
+        roll(nn.ModuleList([used, unused]))
+        assert unused.warm == (step == 32)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "blockwise"])
+def test_a_step_does_not_wait_for_the_device(recipe):
+    trainer, optimizer = _deep(recipe)
+    x = _randn(32, 64)
+
+    def step():
+        trainer.model(x).square().sum().backward()
+        optimizer.step()  # what follows it rolls the scales
+        optimizer.zero_grad()
+
+    with trainer:
+        for _ in range(4):
+            step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_e5m2_has_room_for_more():
     assert _rolled((1, 1, 999, 1), "e5m2")[1][-1] == 999
     assert _rolled((1, 1, 99999, 1), "e5m2")[1][-1] == 1

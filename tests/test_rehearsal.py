@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
+from kernels_of_calls import KernelsOfCalls
 from tilesmith.engine import Op, cases, launch, launcher, ops, register_kernel, rehearsed
 from tilesmith.engine.launcher import in_place_of_launches
 from tilesmith.engine.registry import DECLARED
@@ -155,3 +157,23 @@ def test_without_outputs_for_a_gradient_no_other_kernels_are_launched(name, back
             bare = launches_of(partial(configure.fn, config=config, hidden=False), args, SM90)
             assert {step.kernel for step in bare} <= whole, case.name
     assert seen
+
+
+def test_kernels_of_many_calls_are_told_apart_in_one_session():
+    """By marks between them; here ATen's operators stand for kernels, also those of the backward's thread."""
+    x = torch.randn(4, 4, requires_grad=True)
+    ones, mark = torch.ones(4, 4), torch.zeros(1)
+    with KernelsOfCalls(ProfilerActivity.CPU, lambda: torch.digamma(mark), "digamma") as shown:
+        y = shown.call(lambda: x.sin())
+        (2 * x.detach()).cos()
+        (dx,) = shown.call(partial(torch.autograd.grad, y, x), ones)
+        shown.call(lambda: None)
+    assert torch.equal(dx, x.detach().cos())
+    forward, backward, nothing = ({name for name in names if name.startswith("aten::")} for names in shown.names)
+    assert forward == {"aten::sin"} and nothing == set()
+    assert {"aten::cos", "aten::mul"} <= backward and "aten::sin" not in backward
+    lost = KernelsOfCalls(ProfilerActivity.CPU, lambda: None, "digamma")
+    with pytest.raises(RuntimeError, match="the profiler saw 0 marks of 2"), lost:
+        lost.call(lambda: x.sin())
+    with pytest.raises(KeyError), KernelsOfCalls(ProfilerActivity.CPU, lambda: None, "digamma"):
+        raise KeyError("of the call")

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from kernels_of_calls import KernelsOfCalls
 from tilesmith.engine import cases, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import missing, triton_missing
@@ -27,12 +28,9 @@ NAMES = (
 SERVED = [(name, backend) for name in NAMES for backend in declared()[name].backends() if backend != "reference"]
 
 
-def _shown(fn, *args):
-    """What fn(*args) returns, and the names of Triton's kernels in it; those of libraries are C++ declarations."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        out = fn(*args)
-        torch.cuda.synchronize()
-    return out, {event.name for event in profile.events() if re.fullmatch(r"\w+_kernel", event.name)}
+def _triton(names) -> set[str]:
+    """Those of Triton's kernels; those of libraries are C++ declarations."""
+    return {name for name in names if re.fullmatch(r"\w+_kernel", name)}
 
 
 def _named(choice) -> set[str]:
@@ -47,34 +45,35 @@ def _explained(op, args, **given):
         return None
 
 
-def _compared(op, args, case) -> bool:
-    """Whether the pinned kernels take this call; then what they launch is what is explained."""
+def _called(op, args, shown) -> list[tuple[str, object]]:
+    """What is explained of the calls of the pinned kernels that take these arguments, which are made."""
     forward = _explained(op, args)
     if forward is None:
-        return False
-    outs, shown = _shown(op, *args)
-    assert shown == _named(forward), (case.name, str(forward))
-    outs = [o for o in each_output(outs) if o.requires_grad]
+        return []
+    outs = [o for o in each_output(shown.call(op, *args)) if o.requires_grad]
     leaves = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     backward = _explained(op, args, gradient=True) if outs and leaves and op.vjp is not None else None
-    if backward is not None and backward.kernel.plans is not None:
-        given = [torch.randn_like(o) for o in outs]
-        _, shown = _shown(partial(torch.autograd.grad, allow_unused=True), outs, leaves, given)
-        assert shown == _named(backward), (case.name, str(backward))
-    return True
+    if backward is None or backward.kernel.plans is None:
+        return [("forward", forward)]
+    given = [torch.randn_like(o) for o in outs]
+    shown.call(partial(torch.autograd.grad, allow_unused=True), outs, leaves, given)
+    return [("forward", forward), ("backward", backward)]
 
 
 @pytest.mark.parametrize(("name", "backend"), SERVED)
 def test_explain_names_the_kernels_that_a_profiler_shows(name, backend):
-    op, compared = declared()[name], 0
+    op, told = declared()[name], []
     if missing(backend, CUDA) or op.kernel(backend).plans is None:
         pytest.skip(f"{backend} has no plans, or no such device")
-    for case in (case for case in cases(name) if _size(case) <= 2**22):
-        dtype = torch.bfloat16 if torch.bfloat16 in case.dtypes else case.dtypes[0]
-        args = op.bind((), case.build(CUDA, dtype, case.generator()))
-        with use(**pins_of(op, backend)):
-            compared += _compared(op, args, case)
-    assert compared, f"no case is one that {backend} takes"
+    with KernelsOfCalls() as shown:
+        for case in (case for case in cases(name) if _size(case) <= 2**22):
+            dtype = torch.bfloat16 if torch.bfloat16 in case.dtypes else case.dtypes[0]
+            args = op.bind((), case.build(CUDA, dtype, case.generator()))
+            with use(**pins_of(op, backend)):
+                told += [(case.name, *each) for each in _called(op, args, shown)]
+    assert told, f"no case is one that {backend} takes"
+    for (case, which, choice), names in zip(told, shown.names, strict=True):
+        assert _triton(names) == _named(choice), (case, which, str(choice))
 
 
 def _noted(fn, args) -> list[Launch] | None:

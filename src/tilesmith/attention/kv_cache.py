@@ -48,7 +48,9 @@ def flash_attn_with_kvcache(
     k, v: [B, R, G, D | Dv], written after the first `cache_seqlens` slots of each row. R may differ from T.
     rotary_cos, rotary_sin: [positions, up to D / 2], only with k: the new keys are rotated by their slots. Queries are
         rotated by cache_seqlens, cache_seqlens + 1, … with `causal` or a window, else all by cache_seqlens.
-        rotary_interleaved: features (2i, 2i + 1) form a pair, else the two halves of those that are rotated.
+        rotary_interleaved: features (2i, 2i + 1) form a pair, else the two halves of those that are rotated, which are
+        the first of a head. Where they are the last (DeepSeek), give q and k as `ops.rope(..., last=True)` returns
+        them, and no angles.
     cache_seqlens: int, or int32 [B]: how many slots of each row hold keys before the call; None, without k, for all.
     cache_batch_idx: int32 [B], which row of the cache each row has; None for the first B. Of rows that write to one row
         of the cache any may win. Not together with `block_table`.

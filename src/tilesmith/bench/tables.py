@@ -53,10 +53,18 @@ def fill(text: str, results: Path) -> str:
 
 def _of_steps(document: Mapping[str, Any]) -> dict[str, Any]:
     """What `benchmarks/model_steps.py` wrote, {family: {variant: row}}, in the form of the other documents."""
-    rows = [{"case": family, "provider": variant, **row} for family, variants in document["rows"].items()
-            for variant, row in variants.items()]  # fmt: skip
     versions = {name: document[name] for name in ("torch", "transformers")}
-    return {**document, "hardware": {"name": document["gpu"]}, "dtype": "bf16", "versions": versions, "rows": rows}
+    last = {"command": document["command"], "date": document["date"], "versions": versions}
+    rows, earlier = [], []
+    for family, variants in document["rows"].items():
+        for variant, row in variants.items():
+            run = {**last, **{name: row[name] for name in ("command", "date") if name in row}}
+            if run != last and run not in earlier:
+                earlier.append(run)
+            whose = {} if run == last else {"earlier": earlier.index(run)}
+            rows.append({"case": family, "provider": variant, **row, **whose})
+    head = {"hardware": {"name": document["gpu"]}, "dtype": "bf16", "versions": versions}
+    return {**document, **head, "earlier": earlier, "rows": rows}
 
 
 def _only(document: dict[str, Any], cases: Sequence[str]) -> dict[str, Any]:

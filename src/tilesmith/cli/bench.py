@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +32,44 @@ RESULTS = Path("benchmarks/results")
 CALLS = 20  # of a zoo
 SHAPE, LIMIT = "1.5b", 600.0  # of the model, and of what it or context parallelism may take
 
+# what may be measured, and how an error calls it
+KINDS = {
+    "op": "ops",
+    "sweep": "ops with --sweep",
+    "zoo": "ops with --zoo",
+    "model": "model",
+    "host": "host",
+    "context-parallel": "context-parallel",
+    "saved": "a saved sweep",
+    "readme": "--readme",
+}
+_OPS = ("op", "sweep", "zoo")
+_MEASURED = (*_OPS, "model", "host")
+# option -> which of KINDS take it; of several subjects those that do take it
+TAKERS = {
+    "device": _MEASURED,
+    "dtype": _MEASURED,
+    "against": (*_MEASURED, "context-parallel"),
+    "tag": ("op",),
+    "case": ("op", "sweep", "host", "context-parallel"),
+    "sweep": ("op", "sweep"),
+    "zoo": ("op", "zoo"),
+    "count": ("zoo",),
+    "decode": ("zoo",),
+    "plot": ("sweep", "saved"),
+    "shape": ("model",),
+    "rounds": (*_MEASURED, "context-parallel"),
+    "limit": ("model", "context-parallel"),
+    "forward": _OPS,
+    "save": (*_MEASURED, "context-parallel"),
+    "out": (*_MEASURED, "context-parallel", "readme"),
+    "as_json": _MEASURED,
+    "readme": ("readme",),
+}
+
 
 def command(
+    context: typer.Context,
     what: Annotated[
         list[str] | None,
         typer.Argument(
@@ -89,13 +125,14 @@ def command(
 
     A peer that is not installed, or does not support a case, is listed with the reason.
     """
+    if not what and readme is None:
+        refuse("name what to measure: an op, all, model, host or context-parallel")
+    what = what or []
+    _check_zoo(what, zoo, count, decode, bool(sweep or tag or case))
+    _check_taken(context, what)
     if readme is not None:
         _fill(readme, out)
         return
-    if not what:
-        refuse("name what to measure: an op, all, model, host or context-parallel")
-    _check_zoo(what, zoo, count, decode)
-    _check_model(what, shape, limit)
     if save:
         check_folder("--out", out)
     if "context-parallel" in what:
@@ -107,7 +144,6 @@ def command(
     if any(name.endswith(".json") for name in what):
         _saved(what, plot)
         return
-    _check_together(zoo, sweep, bool(tag or case), plot)
     from tilesmith.bench.document import save as write
     from tilesmith.bench.subjects import cases_of, providers_of
 
@@ -164,27 +200,42 @@ def _check_results(subjects: list[str], out: Path, device: torch.device) -> None
                 refuse(f"--out: {path} is not a saved result, and would hold the new rows: {problem}; move it away")
 
 
-def _check_zoo(what: Sequence[str], zoo: int | None, count: int | None, decode: bool) -> None:
-    """Refuse, before anything is measured, what has no calls to draw, and options that belong to a zoo without one."""
+def _check_zoo(what: Sequence[str], zoo: int | None, count: int | None, decode: bool, chosen: bool) -> None:
+    """Refuse, before anything is measured, what has no calls to draw. chosen: by --sweep, --tag or --case."""
     if zoo is None:
-        for option, given in (("--count", count is not None), ("--decode", decode)):
-            if given:
-                refuse(f"{option} belongs to --zoo SEED")
         return
     from tilesmith.bench.zoo import sample
 
+    if chosen:
+        refuse("--zoo draws the calls; --sweep, --tag and --case choose others: leave them out")
     with refused("--zoo"):
         for name in _drawn(decode) if list(what) == ["all"] else what:
             other = name in ("model", "host", "context-parallel") or name.endswith(".json")
             sample(name if other else op_named(name).name, zoo, count or CALLS, decode)
 
 
-def _check_model(what: Sequence[str], shape: str | None, limit: float | None) -> None:
-    """Refuse options of the model's benchmark where it is not measured."""
-    if shape is not None and "model" not in what:
-        refuse(f"--shape {shape} belongs to model; {', '.join(what)} has cases: --case")
-    if limit is not None and not {"model", "context-parallel"} & set(what):
-        refuse(f"--limit {limit:g} belongs to model and context-parallel; leave it out")
+def _check_taken(context: typer.Context, what: Sequence[str]) -> None:
+    """Refuse options that nothing of what is measured takes."""
+    given = {p.name: p.opts[0] for p in context.command.params if p.name and p.name in TAKERS}
+    given = {name: flag for name, flag in given.items() if context.get_parameter_source(name).name != "DEFAULT"}
+    if "readme" in given and what:
+        refuse(f"--readme measures nothing; leave {', '.join(what)} out")
+    kinds = {"readme"} if "readme" in given else {kind for name in what for kind in _kinds(name, given)}
+    for name, flag in given.items():
+        if not kinds & set(TAKERS[name]):
+            *others, last = (KINDS[kind] for kind in TAKERS[name])
+            takers = f"{', '.join(others)} and {last}" if others else last
+            refuse(f"{flag} is for {takers}; {' and '.join(what) or '--readme'} cannot take it: leave it out")
+
+
+def _kinds(name: str, given: Container[str]) -> tuple[str, ...]:
+    """What of KINDS a subject is with the options that are given."""
+    if name.endswith(".json"):
+        return ("saved",)
+    if name in ("model", "host", "context-parallel"):
+        return (name,)
+    how = "zoo" if "zoo" in given else "sweep" if "sweep" in given else "op"
+    return ("op", "host") if name == "all" and how == "op" else (how,)
 
 
 def _drawn(decode: bool) -> list[str]:
@@ -192,14 +243,6 @@ def _drawn(decode: bool) -> list[str]:
     from tilesmith.bench.zoo import served
 
     return ["attention"] if decode else served()
-
-
-def _check_together(zoo: int | None, sweep: str | None, chosen: bool, plot: Path | None) -> None:
-    """Refuse options that contradict each other or lack the one that they belong to. chosen: by --tag or --case."""
-    if zoo is not None and (sweep is not None or chosen):
-        refuse("--zoo draws the calls; --sweep, --tag and --case choose others: leave them out")
-    if plot is not None and sweep is None:
-        refuse("--plot draws a sweep; say along what: --sweep columns, tokens or vocabulary")
 
 
 def _op(name: str, sweep: str | None, measure: dict[str, Any], tag: str) -> dict[str, Any]:

@@ -22,15 +22,15 @@ PLAIN = (Tensor, Parameter)
 Pairs = Sequence[tuple[int, int]]
 
 
-def make_key(name: str, types: list[str], together: Pairs = ()) -> Callable[..., tuple | None]:
+def make_key(name: str, types: list[str], together: Pairs = (), apart: Pairs = ()) -> Callable[..., tuple | None]:
     """The function (inside, pin, *arguments) -> pin, facts of the tensors and plain arguments, which are its key; None
     where torch's dispatcher has to see the call: modes, functorch, tensor subclasses; `inside`: it has.
 
     types: of the arguments, as torch's schema writes them. together: places of two tensors of which the key has whether
-    they begin at one address.
+    they begin at one address; apart: of which it has how far they are from one another in one storage.
     """
     lines = ["if not inside and (modes() or functorch() is not None): return None"]
-    more, fields = _facts(types, together)
+    more, fields = _facts(types, _pairs(together, apart))
     parameters = ", ".join(["inside", "pin", *_names(types)])
     return written(f"key({parameters})", [*lines, *more, f"return ({fields},)"], f"key of {name}", dict(_GLOBALS))
 
@@ -38,7 +38,7 @@ def make_key(name: str, types: list[str], together: Pairs = ()) -> Callable[...,
 def make_direct(op: Any, types: list[str]) -> Callable[..., Any]:
     """The function (*arguments, pin) -> all outputs of a call on plain tensors that its dispatcher saw being traced:
     the call's key, and the run of the kernel that is kept under it, in one function. A mode still sees the op."""
-    more, fields = _facts(types, op.together, plain=True)
+    more, fields = _facts(types, _pairs(op.together, op.apart), plain=True)
     return _from_compiled(op, "direct", types, [*more, f"key = ({fields},)"], op._remember, _GLOBALS)
 
 
@@ -66,7 +66,7 @@ def _same_version(version: str, op: Any) -> None:
 
 class Known(dict):
     """Name of a call -> the function (*arguments, pin) -> all outputs of it: of a call in code that Inductor generated,
-    all of which is known there but how its tensors are aligned and which begin together, so that the name and that are
+    all of which is known there but how its tensors are aligned and lie to one another, so that the name and that are
     its key.
 
     name: the library's version and |, the places of its tensors, joined by commas, a colon, and what tells it from
@@ -90,7 +90,7 @@ class Known(dict):
 
         pointers = [f"a{i}.data_ptr()" for i in places.split(",")]
         each = ", ".join(f"{pointer} & 15" for pointer in pointers)
-        one = _one_address(op.together)
+        one = _pairs(op.together, op.apart)
         usual = " or ".join([f"({' | '.join(pointers)}) & 15", *one])
         lines = [f"key = (name, {', '.join([each, *one])}) if {usual} else name"]
         made = self[name] = _from_compiled(op, "known", op.kinds(), lines, learn, {**_GLOBALS, "name": name})
@@ -118,8 +118,9 @@ def _names(types: list[str]) -> list[str]:
     return [f"a{i}" for i in range(len(types))]
 
 
-def _facts(types: list[str], together: Pairs, plain: bool = False) -> tuple[list[str], str]:
-    """Lines that gather what makes a call's key, and the fields of it. plain: all tensors are known to be so."""
+def _facts(types: list[str], pairs: list[str], plain: bool = False) -> tuple[list[str], str]:
+    """Lines that gather what makes a call's key, and the fields of it. pairs: what is a fact of two tensors. plain: all
+    tensors are known to be so."""
     lines, fields = ["grad = is_grad_enabled()"], ["pin"]
     for i, kind in enumerate(types):
         a = f"a{i}"
@@ -138,11 +139,16 @@ def _facts(types: list[str], together: Pairs, plain: bool = False) -> tuple[list
             fields.append(f"tuple({a}) if type({a}) is list else {a}, None if {a} is None else tuple(map(type, {a}))")
         else:  # True, 1 and 1.0 are equal, and a check tells them apart
             fields.append(a if "str" in kind else f"{a}, {a}.__class__")
-    return lines, ", ".join([*fields, *_one_address(together)])
+    return lines, ", ".join([*fields, *pairs])
 
 
-def _one_address(together: Pairs) -> list[str]:
-    return [f"a{i}.data_ptr() == a{j}.data_ptr()" for i, j in together]
+def _pairs(together: Pairs, apart: Pairs) -> list[str]:
+    """Facts of two tensors: whether they begin at one address, and (their distance,) or False."""
+    address = "a{}.untyped_storage().data_ptr() == a{}.untyped_storage().data_ptr()"
+    return [
+        *(f"a{i}.data_ptr() == a{j}.data_ptr()" for i, j in together),
+        *(f"{address.format(i, j)} and (a{j}.data_ptr() - a{i}.data_ptr(),)" for i, j in apart),
+    ]
 
 
 _GLOBALS = {

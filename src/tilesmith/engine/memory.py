@@ -20,8 +20,8 @@ GB = 10**9
 FAR = 1e9  # more GB than there are
 MOST = 1e6  # GB of a bound; what is beyond was meant in bytes
 FEWEST_ROWS = 128  # a product of fewer rows takes as long
-# what the matrix library keeps on an accelerator for the threads of forward and backward: 32 MiB each on Hopper, twice
-WORKSPACES = 2**27
+# what the matrix library keeps on an accelerator: 32 MiB on Hopper for each of the two threads of forward and backward
+WORKSPACES = 2**26
 # devices whose kernels keep in registers what plain PyTorch keeps in copies; meta stands for one of them
 TILED = ("cuda", "xpu", "meta")
 
@@ -35,7 +35,7 @@ class MemoryConfig:
     `memory_efficient_attention` made inside `with MemoryConfig(target_memory_gb=4): ...`.
 
     A call's need is the peak memory that it and its backward allocate beyond its inputs: outputs, gradients (including
-    an incoming one of the output's size), saved tensors and the chunk; on an accelerator also 0.134 GB for the
+    an incoming one of the output's size), saved tensors and the chunk; on an accelerator also 0.067 GB for the
     workspaces of the matrix library, on a CPU the copies in which plain PyTorch computes, without what libraries take
     for themselves. It follows from the shapes: nothing is measured and the device is not waited for.
 

@@ -57,6 +57,7 @@ class Op:
     arguments) -> public outputs; None: DTensors raise. dispatched_as: the name that torch's dispatcher sees, where
     others recognise by it what an op computes; `torch.ops.tilesmith` has the op's own name besides, which calls it.
     together: pairs of tensor arguments of which `describe` and kernels may ask whether they begin at one address.
+    apart: pairs of which `check` may ask how far they are from one another within one storage.
     draw: a call's arguments -> the same with what is drawn anew for each call, a dropout's seed, where it was left out.
     It follows the check, so that a call that is refused draws nothing.
     """
@@ -84,6 +85,7 @@ class Op:
         sharding: str | Callable[[Op, tuple], Any] | None = None,
         dispatched_as: str = "",
         together: Sequence[tuple[str, str]] = (),
+        apart: Sequence[tuple[str, str]] = (),
         draw: Callable[[tuple], tuple] | None = None,
     ):
         self.name = name or reference.__name__
@@ -109,7 +111,9 @@ class Op:
         self.__module__ = reference.__module__
         self.autocast = tuple(self.parameters.index(n) for n in autocast)
         self.written = tuple(self.parameters.index(n) for n in self.mutates)
-        self.together = tuple((self.parameters.index(a), self.parameters.index(b)) for a, b in together)
+        self.together, self.apart = (
+            tuple((self.parameters.index(a), self.parameters.index(b)) for a, b in pairs) for pairs in (together, apart)
+        )
         self._describe = describe or describer(self.name, self.parameters)
         self._modules = dict(kernels or {})
         self._kernels: dict[str, Kernel] = {}
@@ -261,7 +265,7 @@ class Op:
 
     def _key(self, inside: bool, pin: str, *args: Any) -> tuple | None:
         """The key of a call, as `engine.key` explains. Written out at the first call: most declared ops get none."""
-        self._key = make_key(self.name, self.kinds(), self.together)
+        self._key = make_key(self.name, self.kinds(), self.together, self.apart)
         return self._key(inside, pin, *args)
 
     def kinds(self) -> list[str]:

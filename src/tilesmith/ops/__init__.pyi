@@ -901,8 +901,12 @@ def experts_vjp_fp8(
     dy's dtype.
     """
 
-def fp8_amax(x: Tensor) -> Tensor:
-    """max |x| over all of x as fp32 [1]; NaN if x holds one, 0 for an empty x. x: any shape, floating."""
+def fp8_amax(x: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> Tensor:
+    """max |x| over all of x, and of two more tensors if given, as fp32 [1]; NaN where one is, 0 for empty tensors.
+
+    x, second, third: any shapes, floating, one dtype and device. Raises TypeError for other dtypes and for several,
+    ValueError for several devices and for tensors that require a gradient.
+    """
 
 def fp8_cast(
     x: Tensor,
@@ -925,6 +929,23 @@ def fp8_cast(
     gradient.
     """
 
+def fp8_cast_beside(
+    first: Tensor,
+    second: Tensor,
+    third: Tensor | None,
+    bound: Tensor,
+    amax: Tensor,
+    format: Literal["e4m3", "e5m2"] = "e4m3",
+    rows: bool = True,
+    columns: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fp8_cast` of two or three tensors side by side, without a pass that puts them together: (x8, x8_t, factor).
+
+    first, second, third: [..., N] each, floating, any strides, of any N that is a multiple of 16; the other dims are
+    those of first. bound, amax, format, rows and columns: as `fp8_cast` has them. Returns x8 [..., sum of N]; x8_t [sum
+    of N, M16]; factor fp32 [1]. Raises as `fp8_cast` does, and where the tensors do not fit each other.
+    """
+
 def fp8_cast_blocks(
     x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3", rows: bool = True, columns: bool = False, square: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -945,17 +966,6 @@ def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor [E] fp32. Raises ValueError for other shapes.
     """
 
-def fp8_cast_pair(
-    first: Tensor, second: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Two matrices in 8 bits as if one were on top of the other, by one factor: (x8, x8_t, factor).
-
-    first, second: [M, N], floating, M a multiple of 16. The factor is that of their largest absolute element, as
-    `fp8_cast` has it. Returns x8 [2M, N] and x8_t [N, 2M], it transposed, both contiguous; factor fp32 [1]. Raises
-    TypeError for other dtypes and for two; ValueError for other shapes, devices and formats, and for tensors that
-    require a gradient.
-    """
-
 def fp8_cast_rows(x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3") -> tuple[Tensor, Tensor]:
     """x in 8 bits by one factor a row: x8 of x's shape, contiguous, and factor fp32 [M, 1].
 
@@ -963,6 +973,17 @@ def fp8_cast_rows(x: Tensor, format: Literal["e4m3", "e5m2"] = "e4m3") -> tuple[
     row of zeros has the least factor, so that rows that share one, the largest of theirs, lose nothing by it. Raises
     TypeError for a dtype that is not floating; ValueError for a scalar, another format, and an x that requires a
     gradient.
+    """
+
+def fp8_cast_stack(
+    first: Tensor, second: Tensor, third: Tensor | None = None, format: Literal["e4m3", "e5m2"] = "e4m3"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two or three matrices in 8 bits as if they were one on top of the other, by one factor: (x8, x8_t, factor).
+
+    first, second, third: [M, N] each, floating, of any M that is a multiple of 16. The factor is that of their largest
+    absolute element, as `fp8_cast` has it. Returns x8 [sum of M, N] and x8_t [N, sum of M], it transposed, both
+    contiguous; factor fp32 [1]. Raises TypeError for other dtypes and for several; ValueError for other shapes, devices
+    and formats, and for tensors that require a gradient.
     """
 
 def fp8_transpose(x8: Tensor) -> Tensor:
@@ -1107,15 +1128,17 @@ def kv_cache_append(
 
     Args:
         k_cache, v_cache: [B, G, S, D] and [B, G, S, Dv], or [num_pages, G, page_size, D] and [num_pages, G, page_size,
-            Dv] with ``page_table``; changed in place. Any strides, as long as no two elements share memory.
+            Dv] with ``page_table``; changed in place. Any strides, as long as no two elements share memory,
+            of one cache or of both; those of one may lie between those of the other ([B, S, 2, G, D] of both).
         k, v: [B, G, T, D] and [B, G, T, Dv], new keys and values; cast to the caches' dtypes, to the largest number of
             an 8-bit one if they are beyond it. Dv may differ from D (DeepSeek: 192 and 128), and is 0 where values are
             columns of the keys and only these are written.
         lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
         q: [B, H, Tq, D] queries to rotate, only with ``cos`` and ``sin``; Tq may differ from T.
         cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, max(T, Tq), R / 2]
-            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through. A
-            position that the table does not hold gives NaN.
+            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through;
+            where the last R are to be (latent attention, DeepSeek), rotate by ``ops.rope(q, k, cos, sin,
+            offsets=lengths, last=True)`` and give no angles here. A position that the table does not hold gives NaN.
         page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
             ``page_table[b, s // page_size]``. A contiguous cache of more rows than the batch is one of pages as long as
             a row: ``rows[:, None]`` says which row of the cache each row of the batch has.

@@ -132,7 +132,7 @@ class FP8GatedMLP(CastsWeights):
         return self.layers[0].weight, self.layers[1].weight
 
     def cast(self, gate: Tensor, up: Tensor) -> Cast:
-        return products.cast_weights(gate, up, self.plan)
+        return products.cast_stack((gate, up), self.plan)
 
     def wants_casts(self) -> bool:
         """Not in eval mode, where the layers compute and keep casts of their own."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilesmith import ops
-from tilesmith.rewrite.siblings import joined, parts_of
+from tilesmith.rewrite.siblings import parts_of
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -68,13 +68,25 @@ def cast_weight(weight: Tensor, plan: Plan) -> Cast:
 
 def cast_stack(weights: Sequence[Tensor], plan: Plan) -> Cast:
     """Weights of one input, of any number of outputs, by one factor, as if they were one on top of the other."""
-    return cast_tensorwise(torch.cat(list(weights)), None, None, plan.forward, True, True)
-
-
-def cast_weights(first: Tensor, second: Tensor, plan: Plan) -> Cast:
-    """Two weights of one input by one factor, as if they were one on top of the other."""
-    x8, x8_t, factor = ops.fp8_cast_pair(first, second, plan.forward)
+    x8, x8_t, factor = ops.fp8_cast_stack(*_three(weights, 0), plan.forward)
     return Cast(x8, factor, x8_t)
+
+
+def cast_beside(
+    parts: Sequence[Tensor], bound: Tensor | None, amax: Tensor | None, format: str, rows: bool, columns: bool
+) -> Cast:
+    """`cast_tensorwise` of matrices side by side."""
+    three = _three(parts, 1)
+    bound = ops.fp8_amax(*three) if bound is None else bound
+    amax = bound.clone() if amax is None else amax
+    x8, x8_t, factor = ops.fp8_cast_beside(*three, bound, amax, format, rows, columns)
+    return Cast(x8 if rows else None, factor, x8_t if columns else None)
+
+
+def _three(tensors: Sequence[Tensor], dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Two or more tensors as the two or three that a cast takes: more are put together from the third on."""
+    first, second, *rest = tensors
+    return first, second, torch.cat(rest, dim) if len(rest) > 1 else (rest or [None])[0]
 
 
 class Gradient(NamedTuple):
@@ -232,20 +244,21 @@ class _Together(torch.autograd.Function):
         count, (x_dtype, *dtypes) = len(ctx.sizes), ctx.dtypes
         wants = ctx.needs_input_grad
         wants_x, wants_weights = wants[0], any(wants[11 : 11 + count])
-        dy = joined(grads, ctx.sizes)
-        if dy is None:
+        like = next((dy for dy in grads if dy is not None), None)
+        if like is None:
             return (None,) * len(wants)
-        dy = dy.reshape(-1, dy.shape[-1])
+        rows = (like.new_zeros((*like.shape[:-1], n)) if dy is None else dy for dy, n in zip(grads, ctx.sizes))
+        dys = [dy.reshape(-1, dy.shape[-1]) for dy in rows]
         dx, dparameters = None, [None] * len(dtypes)
         if wants_x or wants_weights:
-            d = cast_tensorwise(dy, *ctx.gradient, ctx.plan.backward, wants_x, wants_weights)
+            d = cast_beside(dys, *ctx.gradient, ctx.plan.backward, wants_x, wants_weights)
         if wants_x:
             dx = _product(d.x8, w8_t, d.factor, w_factor, x_dtype).view(ctx.shape)
         if wants_weights:
             x8_t = ops.fp8_transpose(x8.reshape(-1, ctx.shape[-1]))
             dparameters[:count] = _product(d.x8_t, x8_t, d.factor, x_factor, dtypes[0]).split(ctx.sizes)
         if len(dtypes) > count and any(wants[11 + count :]):
-            dparameters[count:] = [g.to(t) for g, t in zip(dy.sum(0).split(ctx.sizes), dtypes[count:])]
+            dparameters[count:] = [dy.sum(0).to(dtype) for dy, dtype in zip(dys, dtypes[count:])]
         used = [dy is not None for dy in grads] * 2  # the weights' and the biases'
         found = (g if wanted and there else None for g, wanted, there in zip(dparameters, wants[11:], used))
         return dx, *(None,) * 10, *found
@@ -301,7 +314,7 @@ class _GatedMlp(torch.autograd.Function):
         dh = _product(d_out.x8, down8_t, d_out.factor, down_factor, both.dtype)
         d_bound = bounds.d_bound
         if d_bound is None:  # the gradients twice: for their largest value, and to be cast where they are made
-            d_bound = torch.maximum(*map(ops.fp8_amax, ops.swiglu_vjp(dh, first, second, (True, True))))
+            d_bound = ops.fp8_amax(*ops.swiglu_vjp(dh, first, second, (True, True)))
         d8, d8_t, h8_t, factor = ops.swiglu_vjp_fp8(
             dh, first, second, d_bound, bounds.d_amax, h_factor, plan.backward, plan.forward
         )

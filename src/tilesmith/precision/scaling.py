@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tilesmith.engine.tracing import kept
 from tilesmith.ops.quant.reference import GREATEST
 from tilesmith.precision.weight_casts import CastsWeights
 
@@ -32,12 +33,12 @@ class Scaling(nn.Module):
     amax: the largest absolute value since the last `roll`. bound: what the next values are expected to stay below.
     history: of the last steps. overflows: how often amax was not finite or, where casts go by the bound (delayed),
     above its range. spikes: how often an amax was left out of the bound once it had passed. warm: whether bound is
-    known, which `roll` finds out.
+    known, which `roll` finds out; rolls: how often it did not know.
     """
 
     def __init__(self, format: str, history: int, device: torch.device, delayed: bool):
         super().__init__()
-        self.format, self.delayed, self.warm = format, delayed, False
+        self.format, self.delayed, self.warm, self.rolls = format, delayed, False, 0
         for name, size in (("amax", 1), ("bound", 1), ("history", history), ("overflows", 1), ("spikes", 1)):
             self.register_buffer(name, torch.zeros(size, device=device), persistent=False)
 
@@ -56,7 +57,8 @@ class Scaling(nn.Module):
             device = fn(buffer).device
             with torch.inference_mode(False):
                 if buffer.device.type == "meta" and device.type != "meta":
-                    self._buffers[name], self.warm = torch.zeros_like(buffer, device=device), False
+                    self._buffers[name] = torch.zeros_like(buffer, device=device)
+                    self.warm, self.rolls = False, 0
                 else:
                     self._buffers[name] = buffer.to(device)
         return self
@@ -72,7 +74,11 @@ def roll(*roots: nn.Module) -> None:
     if it is `FAR` from the others, so that one spike does not make the casts of a whole history underflow. What is not
     finite says nothing of the next step and is not taken in. A tensor that was not cast, or of which only zeros were
     seen, keeps its bound. Where no tensor at all was cast, nothing changes: the second of two optimizers steps without
-    a forward since the first. All scales in a few launches; the device is asked only while a scale is not known yet.
+    a forward since the first.
+
+    All scales in a few launches, none of which waits for the device. It is asked which scales are known after 1, 2, 4,
+    8, ... rolls without one: a scale that is never used, as that of a norm whose kernel does not cast, must not end
+    every step by a wait.
     """
     by_device: dict[tuple, list[Scaling]] = {}
     for scaling in _modules_of(roots, Scaling):
@@ -86,7 +92,7 @@ def _roll(scalings: list[Scaling]) -> None:
     amax = torch.cat([s.amax for s in scalings])
     bound = torch.cat([s.bound for s in scalings])
     history = torch.stack([s.history for s in scalings])
-    limit, far, delayed = amax.new_tensor([(GREATEST[s.format], FAR[s.format], s.delayed) for s in scalings]).unbind(1)
+    limit, far, delayed = _constants(tuple((s.format, s.delayed) for s in scalings), amax.device)
     # a power of two above bound / limit: what is beyond limit times it was cut off
     reach = limit * torch.exp2(torch.ceil(torch.log2(bound / limit)))
     finite = amax.isfinite()
@@ -102,9 +108,19 @@ def _roll(scalings: list[Scaling]) -> None:
     torch._foreach_add_([s.overflows for s in scalings], list(over.to(amax.dtype)[:, None].unbind()))
     torch._foreach_add_([s.spikes for s in scalings], list((spikes.sum(1) * delayed)[:, None].unbind()))
     torch._foreach_zero_([s.amax for s in scalings])
-    if not all(s.warm for s in scalings):
+    cold = [s for s in scalings if not s.warm]
+    for scaling in cold:
+        scaling.rolls += 1
+    if any(s.rolls & (s.rolls - 1) == 0 for s in cold):
         for scaling, known in zip(scalings, (bound > 0).tolist()):
             scaling.warm = scaling.warm or known
+
+
+@kept(32)
+def _constants(kinds: tuple[tuple[str, bool], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """The largest number, `FAR` and whether casts go by the bound, of each scale. Kept, since a copy to the device
+    waits for all that is queued there."""
+    return torch.tensor([(GREATEST[f], FAR[f], delayed) for f, delayed in kinds], device=device).unbind(1)
 
 
 def _median(history: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from tilesmith.engine.memory import human_size
 from tilesmith.models.sizing.memory_estimate import MemoryEstimate
+from tilesmith.models.sizing.moments import peak_of
 from tilesmith.models.sizing.probes import Probe, agreed
 
 MOST_PROBES = 3
@@ -24,8 +25,9 @@ class Costs:
     """What batches of one model cost.
 
     traced: batch -> bytes of a step beyond parameters, by fake tensors; None where these fail. run: batch -> a real
-    step; with apart=True it also says what the rows take without gradients. here: whether the model is where it can be
-    run. probes: real runs so far. allocated_state: of optimizer_state, what is allocated already. The rest: bytes.
+    step; with apart=True it also says what the rows take without gradients, with growth=True what is held at its
+    moments. here: whether the model is where it can be run. probes: real runs so far. allocated_state: of
+    optimizer_state, what is allocated already. The rest: bytes.
     """
 
     traced: Callable[[int], int | None]
@@ -61,6 +63,9 @@ class Costs:
         exact = next((p.peak for p in self.probes if p.fits and p.batch == batch), 0)
         if exact:
             return exact
+        grown = max((p for p in self.probes if p.moments and p.batch < batch), key=lambda p: p.batch, default=None)
+        if grown is not None:
+            return peak_of(grown.moments, batch)
         expected = self.fake(batch)
         if expected is not None:
             return int(self.scale() * expected)
@@ -106,7 +111,7 @@ class Costs:
         rows = max(least, batch)
         while rows > least and (self.needs(rows) > SPARE * free or rows > max(least, batch // 2)):
             rows = max(least, rows // 2)
-        self.probes.append(self.run(rows))
+        self.probes.append(self.run(rows, growth=True))
 
     def largest(self, room: int, most: int) -> int:
         """The largest batch of at most `most` whose needs are within `room` bytes; 0 if none."""

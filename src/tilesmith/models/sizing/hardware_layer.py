@@ -203,9 +203,10 @@ class HardwareAbstractionLayer:
         made from the model's configuration, `sequence_length` tokens long. sequence_length: without a sample, no more
         than the model has positions; None: 512, or as many as it has if these are fewer. training: with a backward,
         before which outputs besides the loss are dropped; else under no_grad, and without an optimizer. optimizer: one
-        that was made, a class, or a function from parameters to one; None: none. calibrate: run fewer rows once, where
-        the model is on the device, and scale by what that took; a model that does not run on fake tensors is run at one
-        row, at two and, where memory allows, at half of `batch_size` instead.
+        that was made, a class, or a function from parameters to one; None: none. calibrate: run fewer rows, where the
+        model is on the device: on a GPU at two sizes, for what is held at each operator and how that grows, elsewhere
+        once, for the scale; a model that does not run on fake tensors is run at one row, at two and, where memory
+        allows, at half of `batch_size` instead.
 
         What was run is remembered until the model's modules, dtypes, checkpointing or frozen parameters change.
 
@@ -239,9 +240,7 @@ class HardwareAbstractionLayer:
 
         return Costs(
             traced=traced,
-            run=lambda batch, apart=False: probe(
-                model, given, batch, backward=training, device=self.device, apart=apart
-            ),
+            run=lambda batch, **more: probe(model, given, batch, backward=training, device=self.device, **more),
             parameters=held(iter((*parameters, *model.buffers()))),
             gradients=sum(local(p).nbytes for p in parameters if p.requires_grad) if training else 0,
             optimizer_state=state,

@@ -228,7 +228,7 @@ class MemoryEstimate:
     parameters (with buffers), gradients, optimizer_state: of the whole model. step: what forward and backward hold at
     their peak besides parameters and optimizer state: activations, inputs, and gradients as far as they exist by then.
     optimizer_step: what the optimizer's step needs besides, when activations are gone. workspace: what libraries keep
-    on the device. calibrated: whether a real run of fewer rows has set the scale; probes: real runs so far.
+    on the device. calibrated: whether fewer rows were really run; probes: real runs so far.
     """
 
     batch_size: int

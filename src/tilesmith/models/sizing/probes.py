@@ -16,6 +16,7 @@ from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import EVENTS, peak_memory
 from tilesmith.engine.torch_private import autocasts
 from tilesmith.models.layers.tiles import TILE
+from tilesmith.models.sizing.moments import Moments, moments
 from tilesmith.models.sizing.sample_inputs import Sample, loss_of
 
 TIMED = 3  # steps of a probe whose median counts, after one that is not timed
@@ -29,7 +30,8 @@ class Probe:
     """One real step of `batch` rows. seconds: of a step; peak: bytes beyond what was there before, 0 where the device
     does not tell (Apple); kept: bytes that stay on the device though the step is over, as workspaces of libraries do.
     fits: False where memory ran out. rows: the peak beyond gradients that are there already; forward: the peak of a
-    forward whose backward is to come. Both are 0 where they were not asked for."""
+    forward whose backward is to come. Both are 0 where they were not asked for. moments: of a step of half as many rows
+    and of this one, which tell how the peak grows; () where they were not asked for or are not known."""
 
     batch: int
     seconds: float
@@ -38,6 +40,7 @@ class Probe:
     fits: bool = True
     rows: int = 0
     forward: int = 0
+    moments: tuple[Moments, ...] = ()
 
     @property
     def throughput(self) -> float:
@@ -83,12 +86,20 @@ def _attention(module: nn.Module) -> str:
 
 
 def probe(
-    model: nn.Module, sample: Sample, batch: int, *, backward: bool, device: torch.device, apart: bool = False
+    model: nn.Module,
+    sample: Sample,
+    batch: int,
+    *,
+    backward: bool,
+    device: torch.device,
+    apart: bool = False,
+    growth: bool = False,
 ) -> Probe:
     """Run a few steps of so many rows and leave the model as it was. All ranks get the worst of their figures.
 
     apart: also see what the rows take without gradients, of a step that adds to some that are there, for which there
-    has to be room, and of a forward.
+    has to be room, and of a forward. growth: also see the moments of the step and of one of half as many rows; not in a
+    process group, whose ranks would have to run them together.
 
     Raises what the model raises, on every rank, except that memory runs out, which the result says.
     """
@@ -100,6 +111,9 @@ def probe(
             if apart and found.peak:
                 alone = _rows_alone(model, sample, batch, device) if backward else (found.peak, found.peak)
                 found = replace(found, rows=alone[0] or found.peak, forward=alone[1])
+            if growth and found.peak and ranks() == 1:
+                seen = moments(model, sample, batch, backward=backward, device=device, peak=found.peak)
+                found = replace(found, moments=seen)
     except torch.OutOfMemoryError:
         found = Probe(batch, 0.0, 0, 0, fits=False)
     except Exception as problem:
@@ -116,7 +130,7 @@ def probe(
     fits = all(one.fits for one in everyone)
     return Probe(batch, max(p.seconds for p in everyone), max(p.peak for p in everyone),
                  max(p.kept for p in everyone), fits, max(p.rows for p in everyone),
-                 max(p.forward for p in everyone))  # fmt: skip
+                 max(p.forward for p in everyone), found.moments if isinstance(found, Probe) else ())  # fmt: skip
 
 
 def _measured(model: nn.Module, sample: Sample, batch: int, backward: bool, device: torch.device) -> Probe:

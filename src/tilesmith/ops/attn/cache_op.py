@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.engine import Op
 from tilesmith.ops.attn import cache_reference as reference
-from tilesmith.ops.attn.latent import begin_together
+from tilesmith.ops.attn.overlap import distance, overlap
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -97,17 +97,18 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Non
             f"kv_cache_append: v_cache has shape {tuple(v_cache.shape)}; for k_cache of shape {tuple(k_cache.shape)} "
             f"and v of shape {tuple(v.shape)} it must be {list(wanted)}"
         )
-    if begin_together(k_cache, v_cache) and k_cache.numel() and v_cache.numel():
-        raise ValueError(
-            "kv_cache_append: v_cache begins where k_cache does, so values would be written over keys; give each its "
-            "own memory; keys that hold their values are written alone, by "
-            "ops.kv_cache_append(k_cache, v_cache[..., :0], k, v[..., :0], lengths)"
-        )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.numel() and any(n > 1 and step == 0 for n, step in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(
                 f"kv_cache_append: {name} is expanded (strides {cache.stride()}), so slots share memory; pass a copy"
             )
+    if overlap(k_cache, v_cache):
+        where = f"{gap} bytes from where" if (gap := distance(k_cache, v_cache)) else "where"
+        raise ValueError(
+            f"kv_cache_append: v_cache begins {where} k_cache does and shares memory with it, so values would be "
+            "written over keys; give each its own memory; keys that hold their values are written alone, by "
+            "ops.kv_cache_append(k_cache, v_cache[..., :0], k, v[..., :0], lengths)"
+        )
 
 
 def _check_places(k_cache: Tensor, k: Tensor, lengths: Tensor, page_table: Tensor | None) -> None:
@@ -197,6 +198,6 @@ kv_cache_append = Op(
     public=1,
     check=_check,
     mutates=("k_cache", "v_cache"),
-    together=(("k_cache", "v_cache"),),
+    apart=(("k_cache", "v_cache"),),
     kernels={"triton": "tilesmith.ops.attn.triton.cache"},
 )

@@ -32,15 +32,17 @@ def kv_cache_append(
 
     Args:
         k_cache, v_cache: [B, G, S, D] and [B, G, S, Dv], or [num_pages, G, page_size, D] and [num_pages, G, page_size,
-            Dv] with ``page_table``; changed in place. Any strides, as long as no two elements share memory.
+            Dv] with ``page_table``; changed in place. Any strides, as long as no two elements share memory,
+            of one cache or of both; those of one may lie between those of the other ([B, S, 2, G, D] of both).
         k, v: [B, G, T, D] and [B, G, T, Dv], new keys and values; cast to the caches' dtypes, to the largest number of
             an 8-bit one if they are beyond it. Dv may differ from D (DeepSeek: 192 and 128), and is 0 where values are
             columns of the keys and only these are written.
         lengths: [B] int32 or int64, tokens already in each row's cache; read on the device.
         q: [B, H, Tq, D] queries to rotate, only with ``cos`` and ``sin``; Tq may differ from T.
         cos, sin: one angle per pair of features, [max_positions, R / 2] indexed by position, or [B, max(T, Tq), R / 2]
-            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through. A
-            position that the table does not hold gives NaN.
+            or [1, max(T, Tq), R / 2] for each token. The first R <= D features are rotated, the others pass through;
+            where the last R are to be (latent attention, DeepSeek), rotate by ``ops.rope(q, k, cos, sin,
+            offsets=lengths, last=True)`` and give no angles here. A position that the table does not hold gives NaN.
         page_table: [B, pages] int32 or int64; slot ``s`` of row ``b`` is slot ``s % page_size`` of page
             ``page_table[b, s // page_size]``. A contiguous cache of more rows than the batch is one of pages as long as
             a row: ``rows[:, None]`` says which row of the cache each row of the batch has.

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilesmith.engine import Case, T
 from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
 from tilesmith.ops.quant import packed_cases
-from tilesmith.ops.quant.reference import BLOCK, FORMATS
+from tilesmith.ops.quant.reference import BLOCK, FORMATS, given
 
 TIMED = (torch.bfloat16,)
 WIDE = (torch.float32,)  # a 16-bit value that the oracle has a little otherwise may get the neighbouring code
@@ -74,6 +74,19 @@ def _scaled(*shape: int, bound: float = 4.0, seen: float = 0.0, **more: object) 
     """Arguments of `fp8_cast`. more: its options, and what `T` takes."""
     kind = {name: more.pop(name) for name in ("layout", "init") if name in more}
     return {"x": _x(*shape, **kind), "bound": _one(bound), "amax": _one(seen), **more}
+
+
+PARTS = ("first", "second", "third")
+
+
+def _parts(*shapes: tuple[int, ...], init: object = "normal", layout: str = "contiguous", **more: object) -> dict:
+    """Arguments of `fp8_cast_stack`."""
+    return {**{name: _x(*shape, init=init, layout=layout) for name, shape in zip(PARTS, shapes)}, **more}
+
+
+def _beside(*shapes: tuple[int, ...], bound: float = 4.0, seen: float = 0.0, **more: object) -> dict:
+    """Arguments of `fp8_cast_beside`."""
+    return {"third": None, **_parts(*shapes, **more), "bound": _one(bound), "amax": _one(seen)}
 
 
 CAST = [
@@ -196,6 +209,9 @@ CASES: dict[str, list[Case]] = {
         Case("scalar", {"x": _x()}, SMALL),
         Case("empty", {"x": _x(0, 16)}, SMALL),
         Case("many_blocks", {"x": _x(300, 530)}, TEST),
+        Case("two", {"x": _x(6, 33), "second": _x(40)}, SMALL),
+        Case("three", {"x": _x(6, 33), "second": _x(0, 3), "third": _x(2, 5, 16, init=_spread)}, SMALL),
+        Case("three_of_many", {"x": _x(60, 530), "second": _x(100, 230), "third": _x(300, 130)}, TEST),
         Case("far", {"x": _x(2, 1024, init=_far)}, GPU, WIDE),
         *(Case(f"{m}x{n}", {"x": _x(m, n)}, BENCH, TIMED) for m, n in ((8192, 4096), (16_384, 14_336))),
     ],
@@ -240,18 +256,47 @@ CASES: dict[str, list[Case]] = {
         Case("far", {"x": _x(2, 1024, init=_far), "columns": True}, GPU, WIDE),
         *(Case(f"{m}x{n}", {"x": _x(m, n), "columns": True}, BENCH, TIMED) for m, n in ((8192, 4096), (8192, 28_672))),
     ],
-    "fp8_cast_pair": [
-        Case("small", {"first": _x(16, 33), "second": _x(16, 33)}, SMALL),
-        Case("e5m2", {"first": _x(16, 33), "second": _x(16, 33), "format": "e5m2"}, SMALL),
-        Case("several_tiles", {"first": _x(144, 70), "second": _x(144, 70)}, SMALL),
-        Case("spread", {"first": _x(32, 48, init=_spread), "second": _x(32, 48)}, SMALL),
-        Case("zeros", {"first": _x(16, 16, init=_zeros), "second": _x(16, 16, init=_zeros)}, SMALL),
+    "fp8_cast_stack": [
+        Case("small", _parts((16, 33), (16, 33)), SMALL),
+        Case("three", _parts((32, 33), (16, 33), (48, 33)), SMALL),
+        Case("e5m2", _parts((16, 33), (32, 33), format="e5m2"), SMALL),
+        Case("several_tiles", _parts((144, 70), (16, 70), (272, 70)), SMALL),
+        Case("spread", _parts((32, 48), (16, 48), init=_spread), SMALL),
+        Case("zeros", _parts((16, 16), (16, 16), init=_zeros), SMALL),
         Case("one_zero", {"first": _x(16, 16, init=_zeros), "second": _x(16, 16)}, SMALL),
-        Case("strided", {"first": _x(16, 40, layout="strided"), "second": _x(16, 40)}, SMALL),
+        Case("strided", {"first": _x(16, 40, layout="strided"), "second": _x(32, 40)}, SMALL),
         Case("transposed", {"first": _x(16, 40, layout="transposed"), "second": _x(16, 40)}, SMALL),
-        Case("no_rows", {"first": _x(0, 16), "second": _x(0, 16)}, SMALL),
-        Case("no_columns", {"first": _x(16, 0), "second": _x(16, 0)}, SMALL),
-        Case("14336x4096", {"first": _x(14_336, 4096), "second": _x(14_336, 4096)}, BENCH, TIMED),
+        Case("one_empty", _parts((0, 16), (16, 16), (32, 16)), SMALL),
+        Case("no_rows", _parts((0, 16), (0, 16)), SMALL),
+        Case("no_columns", _parts((16, 0), (16, 0)), SMALL),
+        Case("2x14336x4096", _parts((14_336, 4096), (14_336, 4096)), BENCH, TIMED),
+        Case("4096+2x1024x4096", _parts((4096, 4096), (1024, 4096), (1024, 4096)), BENCH, TIMED),
+    ],
+    "fp8_cast_beside": [
+        Case("small", _beside((6, 16), (6, 32)), SMALL),
+        Case("both", _beside((20, 48), (20, 16), (20, 64), columns=True), SMALL),
+        Case("columns", _beside((33, 16), (33, 80), rows=False, columns=True), SMALL),
+        Case("e5m2", _beside((17, 80), (17, 16), columns=True, format="e5m2"), SMALL),
+        Case("three_dims", _beside((2, 5, 16), (2, 5, 32), columns=True), SMALL),
+        Case("one_dim", _beside((16,), (32,)), SMALL),
+        Case("too_large", _beside((6, 48), (6, 16), bound=0.01), SMALL),
+        Case("bound_unknown", _beside((6, 48), (6, 16), bound=0.0), SMALL),
+        Case("seen_larger", _beside((6, 48), (6, 16), seen=50.0), SMALL),
+        Case("zeros", _beside((6, 48), (6, 16), init=_zeros), SMALL),
+        Case("spread", _beside((6, 48), (6, 16), init=_spread, bound=300.0), SMALL),
+        Case("strided", _beside((5, 48), (5, 16), layout="strided", columns=True), SMALL),
+        Case("transposed", _beside((9, 16), (9, 16), layout="transposed", columns=True), SMALL),
+        Case("neither", _beside((4, 16), (4, 16), rows=False), SMALL),
+        Case("rows_of_many", _beside((17, 1040), (17, 16), (17, 48)), TEST),
+        Case("one_empty", _beside((6, 0), (6, 16), (6, 32), columns=True), SMALL),
+        Case("no_rows", _beside((0, 16), (0, 32), columns=True), SMALL),
+        Case("no_columns", _beside((4, 0), (4, 0), columns=True), SMALL),
+        Case("many_tiles", _beside((300, 400), (300, 16), (300, 144), columns=True), TEST),
+        Case("far", _beside((2, 1024), (2, 16), columns=True, init=_far), GPU, WIDE),
+        *(
+            Case(f"{m}x{n}+2x1024", _beside((m, n), (m, 1024), (m, 1024), columns=True, format="e5m2"), BENCH, TIMED)
+            for m, n in ((8192, 4096), (16_384, 4096))
+        ),
     ],
     "fp8_cast_experts": [
         Case("small", {"weight": _x(3, 16, 32)}, SMALL),
@@ -297,11 +342,20 @@ CASES: dict[str, list[Case]] = {
 }
 
 
+def _elements(*tensors: Tensor | None) -> int:
+    return sum(t.numel() for t in given(*tensors))
+
+
 bytes_moved = {
-    "fp8_amax": lambda x: x.numel() * x.element_size(),
+    "fp8_amax": lambda x, second=None, third=None: _elements(x, second, third) * x.element_size(),
     "fp8_cast_rows": lambda x: x.numel() * (x.element_size() + 1),
     "fp8_cast_blocks": lambda x: x.numel() * (x.element_size() + 2),
-    "fp8_cast_pair": lambda first: 2 * first.numel() * (2 * first.element_size() + 2),
+    "fp8_cast_stack": lambda first, second, third=None: (
+        _elements(first, second, third) * (2 * first.element_size() + 2)
+    ),
+    "fp8_cast_beside": lambda first, second, third, rows=True, columns=False: (
+        _elements(first, second, third) * (first.element_size() + rows + columns)
+    ),
     "fp8_cast_experts": lambda weight: weight.numel() * (2 * weight.element_size() + 2),
     "fp8_transpose": lambda x8: 2 * x8.numel(),
     "rms_norm_fp8": lambda x: x.numel() * (2 * x.element_size() + 1),

@@ -3,15 +3,18 @@
 Legend: see reference.py. No op here has a gradient: rounding has none, and the layers that use them know theirs.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Op, cdiv
 from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.quant import reference
-from tilesmith.ops.quant.reference import BLOCK, FORMATS, OUTPUTS
+from tilesmith.ops.quant.reference import BLOCK, FORMATS, OUTPUTS, given
 
 TRITON = {"triton": "tilesmith.ops.quant.triton.cast"}
+PARTS = {"triton": "tilesmith.ops.quant.triton.parts"}
 PRODUCERS = {"triton": "tilesmith.ops.quant.triton.producers"}
 SMALL = frozenset(FORMATS.values())
 EXACT = torch.float64  # in place of 8 bits: what the reference computes, exactly
@@ -36,6 +39,24 @@ def like8(x: Tensor, format: str, rows: bool, columns: bool) -> tuple[Tensor, Te
     return x.new_empty(x.shape if rows else 0, dtype=dtype), x.new_empty(shape_t if columns else 0, dtype=dtype)
 
 
+def stack_like(parts: Sequence[Tensor], format: str) -> tuple[Tensor, Tensor]:
+    """Empty x8 and x8_t for matrices on top of each other."""
+    rows, first = 0, parts[0]
+    for x in parts:
+        rows = rows + x.shape[0]
+    shapes, dtype = ((rows, first.shape[1]), (first.shape[1], rows)), FORMATS[format]
+    return first.new_empty(shapes[0], dtype=dtype), first.new_empty(shapes[1], dtype=dtype)
+
+
+def beside_like(parts: Sequence[Tensor], format: str, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Empty x8 and x8_t for tensors side by side."""
+    cols, first, dtype = 0, parts[0], FORMATS[format]
+    for x in parts:
+        cols = cols + x.shape[-1]
+    shape, shape_t = (*first.shape[:-1], cols), (cols, rounded_up(count_of(first)))
+    return first.new_empty(shape if rows else 0, dtype=dtype), first.new_empty(shape_t if columns else 0, dtype=dtype)
+
+
 def blocks_like(x: Tensor, format: str, square: bool) -> tuple[Tensor, Tensor]:
     """Empty x8 and factor by blocks for x [M, N]."""
     m, n = x.shape
@@ -57,7 +78,7 @@ def _packed(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
-def _fake_amax(x: Tensor) -> Tensor:
+def _fake_amax(x: Tensor, second: Tensor | None, third: Tensor | None) -> Tensor:
     return _one(x)
 
 
@@ -65,10 +86,12 @@ def _fake_cast(x: Tensor, bound: Tensor, amax: Tensor, format: str, rows: bool, 
     return *like8(x, format, rows, columns), _one(x)
 
 
-def _fake_cast_pair(first: Tensor, second: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = first.shape
-    made = (first.new_empty(shape, dtype=FORMATS[format]) for shape in ((2 * m, n), (n, 2 * m)))
-    return *made, _one(first)
+def _fake_cast_stack(first: Tensor, second: Tensor, third: Tensor | None, format: str) -> tuple[Tensor, ...]:
+    return *stack_like(given(first, second, third), format), _one(first)
+
+
+def _fake_cast_beside(first, second, third, bound, amax, format, rows, columns) -> tuple[Tensor, ...]:
+    return *beside_like(given(first, second, third), format, rows, columns), _one(first)
 
 
 def _fake_transpose(x8: Tensor) -> Tensor:
@@ -146,18 +169,27 @@ def _format(op: str, format: str, name: str = "format") -> None:
         raise ValueError(f"{op}: {name} is {format!r}; it must be 'e4m3' or 'e5m2'")
 
 
-def _alike(op: str, name: str, other: Tensor, of: str, x: Tensor) -> None:
+def _together(op: str, name: str, other: Tensor, of: str, x: Tensor) -> None:
+    """Raise where `other` is not of x's dtype or device."""
     _floating(op, name, other)
-    if other.shape != x.shape:
-        raise ValueError(f"{op}: {name} has shape {tuple(other.shape)}; it must equal {of}'s, {tuple(x.shape)}")
     if other.dtype != x.dtype:
         raise TypeError(f"{op}: {name} has dtype {other.dtype}, {of} has {x.dtype}; they must match")
     if other.device != x.device:
         raise ValueError(f"{op}: {name} is on {other.device}, {of} on {x.device}; move them to one device")
 
 
-def _check_amax(x: Tensor) -> None:
+def _alike(op: str, name: str, other: Tensor, of: str, x: Tensor) -> None:
+    _floating(op, name, other)
+    if other.shape != x.shape:
+        raise ValueError(f"{op}: {name} has shape {tuple(other.shape)}; it must equal {of}'s, {tuple(x.shape)}")
+    _together(op, name, other, of, x)
+
+
+def _check_amax(x: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> None:
     _floating("fp8_amax", "x", x)
+    for name, other in (("second", second), ("third", third)):
+        if other is not None:
+            _together("fp8_amax", name, other, "x", x)
 
 
 def _check_cast(
@@ -170,12 +202,38 @@ def _check_cast(
     _format("fp8_cast", format)
 
 
-def _check_cast_pair(first: Tensor, second: Tensor, format: str = "e4m3") -> None:
-    op = "fp8_cast_pair"
-    _floating(op, "first", first)
-    if first.ndim != 2 or first.shape[0] % 16:
-        raise ValueError(f"{op}: first has shape {tuple(first.shape)}; it must be [M, N], M a multiple of 16")
-    _alike(op, "second", second, "first", first)
+def _check_cast_stack(first: Tensor, second: Tensor, third: Tensor | None = None, format: str = "e4m3") -> None:
+    op = "fp8_cast_stack"
+    for name, x in (("first", first), ("second", second), ("third", third)):
+        if x is None:
+            continue
+        _floating(op, name, x)
+        if x.ndim != 2 or x.shape[0] % 16:
+            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be [M, N], M a multiple of 16")
+        if x.shape[1] != first.shape[1]:
+            raise ValueError(f"{op}: {name} has {x.shape[1]} columns, first has {first.shape[1]}; they must match")
+        _together(op, name, x, "first", first)
+    _format(op, format)
+
+
+def _check_cast_beside(
+    first: Tensor, second: Tensor, third: Tensor | None, bound: Tensor, amax: Tensor, format: str = "e4m3",
+    rows: bool = True, columns: bool = False,
+) -> None:  # fmt: skip
+    op = "fp8_cast_beside"
+    for name, x in (("first", first), ("second", second), ("third", third)):
+        if x is None:
+            continue
+        _floating(op, name, x)
+        if x.ndim < 1 or x.shape[-1] % 16:
+            raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; it must be [..., N], N a multiple of 16")
+        if x.shape[:-1] != first.shape[:-1]:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(x.shape)}, first {tuple(first.shape)}; all dims but the last must match"
+            )
+        _together(op, name, x, "first", first)
+    _single(op, "bound", bound, first)
+    _single(op, "amax", amax, first)
     _format(op, format)
 
 
@@ -324,12 +382,20 @@ fp8_cast = Op(
     mutates=("amax",),
     kernels=TRITON,
 )
-fp8_cast_pair = Op(
-    reference.fp8_cast_pair,
-    fake=_fake_cast_pair,
+fp8_cast_stack = Op(
+    reference.fp8_cast_stack,
+    fake=_fake_cast_stack,
     outputs=("x8", "x8_t", "factor"),
-    check=_check_cast_pair,
-    kernels=TRITON,
+    check=_check_cast_stack,
+    kernels=PARTS,
+)
+fp8_cast_beside = Op(
+    reference.fp8_cast_beside,
+    fake=_fake_cast_beside,
+    outputs=("x8", "x8_t", "factor"),
+    check=_check_cast_beside,
+    mutates=("amax",),
+    kernels=PARTS,
 )
 fp8_transpose = Op(
     reference.fp8_transpose, fake=_fake_transpose, outputs=("x8_t",), check=_check_transpose, kernels=TRITON

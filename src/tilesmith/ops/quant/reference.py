@@ -7,6 +7,7 @@ are too large are cast to the format's largest; infinities and NaN are cast to N
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ SMALLEST = 2.0**-100  # a bound up to this counts as zero
 OUTPUTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def fp8_amax(x: Tensor) -> Tensor:
-    """max |x| over all of x as fp32 [1]; NaN if x holds one, 0 for an empty x. x: any shape, floating."""
-    found = largest(x) if x.numel() else x.new_zeros(1)
-    return found.to(torch.float32)
+def fp8_amax(x: Tensor, second: Tensor | None = None, third: Tensor | None = None) -> Tensor:
+    """max |x| over all of x, and of two more tensors if given, as fp32 [1]; NaN where one is, 0 for empty tensors.
+
+    x, second, third: any shapes, floating, one dtype and device. Raises TypeError for other dtypes and for several,
+    ValueError for several devices and for tensors that require a gradient.
+    """
+    found = torch.cat([largest(t) if t.numel() else t.new_zeros(1) for t in given(x, second, third)])
+    return largest(found).to(torch.float32)
 
 
 def fp8_cast(
@@ -48,20 +53,41 @@ def fp8_cast(
     return *both(cast(values, format), rows, columns), factor.to(torch.float32)
 
 
-def fp8_cast_pair(first: Tensor, second: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor, Tensor]:
-    """Two matrices in 8 bits as if one were on top of the other, by one factor: (x8, x8_t, factor).
+def fp8_cast_stack(
+    first: Tensor, second: Tensor, third: Tensor | None = None, format: str = "e4m3"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two or three matrices in 8 bits as if they were one on top of the other, by one factor: (x8, x8_t, factor).
 
-    first, second: [M, N], floating, M a multiple of 16. The factor is that of their largest absolute element, as
-    `fp8_cast` has it. Returns x8 [2M, N] and x8_t [N, 2M], it transposed, both contiguous; factor fp32 [1]. Raises
-    TypeError for other dtypes and for two; ValueError for other shapes, devices and formats, and for tensors that
-    require a gradient.
+    first, second, third: [M, N] each, floating, of any M that is a multiple of 16. The factor is that of their largest
+    absolute element, as `fp8_cast` has it. Returns x8 [sum of M, N] and x8_t [N, sum of M], it transposed, both
+    contiguous; factor fp32 [1]. Raises TypeError for other dtypes and for several; ValueError for other shapes, devices
+    and formats, and for tensors that require a gradient.
     """
-    bound = torch.maximum(fp8_amax(first), fp8_amax(second))
-    *halves, factors = zip(*(fp8_cast(x, bound, bound.clone(), format, True, True) for x in (first, second)))
-    # as bytes, which PyTorch can concatenate in each of its versions
-    as_bytes = (torch.cat([t.view(torch.uint8) for t in half], dim) for dim, half in enumerate(halves))
-    x8, x8_t = (whole.view(half[0].dtype) for whole, half in zip(as_bytes, halves))
-    return x8, x8_t, factors[0]
+    parts = given(first, second, third)
+    bound = fp8_amax(*parts)
+    x8, x8_t, factors = zip(*(fp8_cast(x, bound, bound.clone(), format, True, True) for x in parts))
+    return _joined(x8, 0), _joined(x8_t, 1), factors[0]
+
+
+def fp8_cast_beside(
+    first: Tensor,
+    second: Tensor,
+    third: Tensor | None,
+    bound: Tensor,
+    amax: Tensor,
+    format: str = "e4m3",
+    rows: bool = True,
+    columns: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fp8_cast` of two or three tensors side by side, without a pass that puts them together: (x8, x8_t, factor).
+
+    first, second, third: [..., N] each, floating, any strides, of any N that is a multiple of 16; the other dims are
+    those of first. bound, amax, format, rows and columns: as `fp8_cast` has them. Returns x8 [..., sum of N]; x8_t [sum
+    of N, M16]; factor fp32 [1]. Raises as `fp8_cast` does, and where the tensors do not fit each other.
+    """
+    parts = given(first, second, third)
+    x8, x8_t, factors = zip(*(fp8_cast(x, bound, amax, format, rows, columns) for x in parts))
+    return _joined(x8, -1), _joined(x8_t, 0), factors[0]
 
 
 def fp8_transpose(x8: Tensor) -> Tensor:
@@ -242,6 +268,11 @@ def factors_of_rows(x: Tensor, format: str) -> Tensor:
     return factor_of(largest(x, 1).clamp(min=SMALLEST * (1 + 2**-23)), format)
 
 
+def given(*tensors: Tensor | None) -> list[Tensor]:
+    """Those that are not None."""
+    return [t for t in tensors if t is not None]
+
+
 def largest(x: Tensor, dim: int | None = None) -> Tensor:
     """max |x| as [1], or along `dim`, which is kept. 0 along an empty dim."""
     if dim is None:
@@ -264,6 +295,11 @@ def both(x8: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     x8_t = flat.new_zeros(flat.shape[1], flat.shape[0] + -flat.shape[0] % 16)
     x8_t[:, : flat.shape[0]] = flat.t()
     return x8.contiguous() if rows else empty, x8_t
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors in 8 bits one after the other along a dim: as bytes, which PyTorch can concatenate in each version."""
+    return torch.cat([x.view(torch.uint8) for x in parts], dim).view(parts[0].dtype)
 
 
 def as_rows(x: Tensor) -> Tensor:

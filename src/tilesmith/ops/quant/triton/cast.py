@@ -1,5 +1,6 @@
 """Casts in Triton: tiles in both layouts, rows, blocks of 128, and the largest element."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,18 +33,52 @@ from tilesmith.device.triton.rounding import (
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.quant.op import blocks_like, like8, rounded_up
-from tilesmith.ops.quant.reference import BLOCK, FORMATS
+from tilesmith.ops.quant.reference import BLOCK, FORMATS, given
 
 
 @triton.jit
-def _amax_kernel(x_ptr, amax_ptr, elements, BLOCK_SIZE: tl.constexpr):
-    """The largest |x| of every num_programs-th block."""
-    top, seen = tl.zeros([BLOCK_SIZE], tl.int32), seen_at(amax_ptr)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK_SIZE
-    for first in range(tl.program_id(0).to(tl.int64) * BLOCK_SIZE, elements, step):
-        at = first + tl.arange(0, BLOCK_SIZE)
-        top = tl.maximum(top, magnitude(tl.load(x_ptr + at, mask=at < elements, other=0.0)))
-    raise_to(amax_ptr, tl.max(top, 0), seen)
+def _amax_kernel(
+    x_ptr, second_ptr, third_ptr, like_ptr, amax_ptr, elements, second_elements, third_elements,
+    PAIRS: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The largest |x| of every num_programs-th block of up to three tensors; None for one that is not there.
+
+    PAIRS: elements are words of two 16-bit numbers of like_ptr's type, whose magnitudes stay so. A block is read by
+    LOADS loads, all of which a thread asks for before it needs the first.
+    """
+    seen = seen_at(amax_ptr)
+    top = tl.zeros([1, BLOCK_SIZE // LOADS], tl.int32)
+    top = _larger_in(x_ptr, elements, 0, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+    if second_ptr is not None:
+        before = tl.cdiv(elements, BLOCK_SIZE)
+        top = _larger_in(second_ptr, second_elements, before, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+        if third_ptr is not None:
+            before += tl.cdiv(second_elements, BLOCK_SIZE)
+            top = _larger_in(third_ptr, third_elements, before, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+    if PAIRS:
+        low, high = unpack_pair(top, like_ptr)
+        top = tl.maximum(magnitude(low), magnitude(high))
+    raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
+
+
+@triton.jit
+def _larger_in(
+    x_ptr, elements, before, top, PAIRS: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The larger of top and of the |x| that are this program's. before: blocks of the tensors before this one, after
+    which programs go on in turn, so that none gets a block more of each."""
+    part: tl.constexpr = BLOCK_SIZE // LOADS
+    programs = tl.num_programs(0)
+    begin = (tl.program_id(0) + programs - before % programs) % programs
+    for first in range(begin.to(tl.int64) * BLOCK_SIZE, elements, programs.to(tl.int64) * BLOCK_SIZE):
+        at = first + tl.arange(0, LOADS)[:, None] * part + tl.arange(0, part)[None, :]
+        x = tl.load(x_ptr + at, mask=at < elements, other=0)
+        if PAIRS:
+            top = larger_pair(top, largest_pair(x & 0x7FFF7FFF, 0, PACKED), PACKED)
+        else:
+            top = tl.maximum(top, tl.max(magnitude(x), 0, keep_dims=True))
+    return top
 
 
 @triton.jit
@@ -69,23 +104,28 @@ def _cast_kernel(
 
 @triton.jit
 def tile_of(room, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BANDS: tl.constexpr):
-    """(row, column) of the program's tile among tiles. BANDS rows of tiles are gone through together, column by column,
-    so that programs of one time write neighbours of a transposed tensor."""
-    tall, wide = tl.cdiv(room, BLOCK_ROWS), tl.cdiv(num_cols, BLOCK_COLS)
-    first = tl.program_id(0) // (BANDS * wide) * BANDS
+    """(row, column) of the program's tile among tiles, see `tile_among`."""
+    return tile_among(tl.program_id(0), tl.cdiv(room, BLOCK_ROWS), tl.cdiv(num_cols, BLOCK_COLS), BANDS)
+
+
+@triton.jit
+def tile_among(program, tall, wide, BANDS: tl.constexpr):
+    """(row, column) of a program's tile among tall x wide tiles. BANDS rows of tiles are gone through together, column
+    by column, so that programs of one time write neighbours of a transposed tensor."""
+    first = program // (BANDS * wide) * BANDS
     height = tl.maximum(tl.minimum(tall - first, BANDS), 1)  # of nothing, too
-    place = tl.program_id(0) - first * wide
+    place = program - first * wide
     return (first + place % height).to(tl.int64), (place // height).to(tl.int64)
 
 
 @triton.jit
 def _cast_turned_kernel(
-    x_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr, num_rows, num_cols, x_row, room, stride,
+    x_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr, num_rows, num_cols, x_row, room,
     E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     BANDS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the format.
-    stride: see `store_turned`."""
+    """A tile a program, transposed to words_ptr and, unless that is None, as it is to x8_ptr. like_ptr: the
+    format."""
     block_row, block_col = tile_of(room, num_cols, BLOCK_ROWS, BLOCK_COLS, BANDS)
     quad = block_row * (BLOCK_ROWS // 4) + tl.arange(0, BLOCK_ROWS // 4)[:, None]
     col = block_col * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -99,7 +139,7 @@ def _cast_turned_kernel(
     y0, y1, y2, y3 = scaled_rows(x0, x1, x2, x3, inverse, E5M2, SATURATES)
     if x8_ptr is not None:
         store_rows(x8_ptr + row * num_cols + col, y0, y1, y2, y3, inside, row, num_rows, num_cols)
-    store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols, stride)
+    store_turned(words_ptr, word8(y0, y1, y2, y3, like_ptr, E5M2, SATURATES), quad, col, room, num_cols)
     raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
 
 
@@ -231,13 +271,36 @@ def _row_factor(x, E5M2: tl.constexpr):
 def _cast_blocks_pairs_kernel(
     words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr, like_ptr, num_rows, num_pairs, x_row,
     room, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BANDS: tl.constexpr,
+    BANDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`_cast_blocks_kernel` for factors along rows and columns, of 16-bit numbers taken as words of two columns.
 
-    A word is one register and, with PACKED, one maximum until it is cast. like_x_ptr: the numbers' type.
+    A word is one register and, with PACKED, one maximum until it is cast. like_x_ptr: the numbers' type. STAGES: 1: a
+    tile a program. Above: a program has several, and while it casts one, the next STAGES - 2 are on their way to shared
+    memory.
     """
-    block_row, block_col = tile_of(room, num_pairs, BLOCK_SIZE, BLOCK_SIZE // 2, BANDS)
+    tall, wide = tl.cdiv(room, BLOCK_SIZE), tl.cdiv(num_pairs, BLOCK_SIZE // 2)
+    if STAGES == 1:
+        _cast_block_of_pairs(
+            tl.program_id(0), tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr,
+            like_ptr, num_rows, num_pairs, x_row, room, E5M2, SATURATES, PACKED, BLOCK_SIZE, BANDS,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), num_stages=STAGES):
+            _cast_block_of_pairs(
+                tile, tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr,
+                like_ptr, num_rows, num_pairs, x_row, room, E5M2, SATURATES, PACKED, BLOCK_SIZE, BANDS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _cast_block_of_pairs(
+    tile, tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr, like_ptr, num_rows,
+    num_pairs, x_row, room, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BANDS: tl.constexpr,
+):  # fmt: skip
+    """One of tall x wide tiles, see `_cast_blocks_pairs_kernel`."""
+    block_row, block_col = tile_among(tile, tall, wide, BANDS)
     quad = block_row * (BLOCK_SIZE // 4) + tl.arange(0, BLOCK_SIZE // 4)[:, None]
     pair = block_col * (BLOCK_SIZE // 2) + tl.arange(0, BLOCK_SIZE // 2)[None, :]
     inside, row = pair < num_pairs, 4 * quad
@@ -309,11 +372,14 @@ class TileConfig(NamedTuple):
 
 class BlockConfig(NamedTuple):
     """num_warps: of a program. max_registers: of a thread, see `registers`; 0 is 128 where factors run along rows and
-    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`."""
+    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`. stages: 1: a tile a program.
+    From 3 on, of 16-bit numbers read in pairs: two programs a multiprocessor go from tile to tile, of which one is
+    cast while stages - 2 are loaded."""
 
     num_warps: int
     max_registers: int
     bands: int
+    stages: int
 
 
 class AmaxConfig(NamedTuple):
@@ -352,7 +418,7 @@ def _row_default(dims, arch, dtype) -> RowConfig:
 
 
 def _block_default(dims, arch, dtype) -> BlockConfig:
-    return BlockConfig(8, 0, 8)  # three CTAs of both layouts, at 80 registers, are slower than two
+    return BlockConfig(8, 0, 8, 1)  # three CTAs of both layouts, at 80 registers, are slower than two
 
 
 TILE_SPACE = Space(
@@ -372,10 +438,11 @@ ROW_SPACE = Space(
 BLOCK_SPACE = Space(
     default=_block_default,
     dims=_tile_dims,
-    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8)},
+    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8), "stages": (1, 3)},
 )
 AMAX_SPACE = Space(
-    default=lambda dims, arch, dtype: AmaxConfig(8192 // dtype.itemsize * 2, 8, 4 * max(1, arch.sms)),
+    # four loads of 16 bytes a thread, in 32 registers, and 64 warps: 128 KB asked for at once on a multiprocessor
+    default=lambda dims, arch, dtype: AmaxConfig(16_384 // dtype.itemsize, 8, 8 * max(1, arch.sms)),
     dims=lambda x, *_: {"elements": x.numel()},
     choices={"block": (4096, 8192, 16384), "num_warps": (4, 8)},
 )
@@ -393,19 +460,29 @@ def tile_rejects(call) -> list[str]:
 
 @register_kernel("fp8_amax", backend="triton", rank=20, rejects=rejects)
 @optimize_kernel(space=AMAX_SPACE)
-def fp8_amax(x: Tensor, *, config: AmaxConfig) -> Tensor:
-    amax = x.new_zeros(1, dtype=torch.float32)
-    if x.numel():
-        _raise_amax(amax, x, config)
+def fp8_amax(x: Tensor, second: Tensor | None = None, third: Tensor | None = None, *, config: AmaxConfig) -> Tensor:
+    return largest_element(given(x, second, third), config)
+
+
+def largest_element(tensors: Sequence[Tensor], config: AmaxConfig | None = None) -> Tensor:
+    """max |x| over up to three tensors as fp32 [1]. config: None: the default of where they are."""
+    first = tensors[0]
+    amax = first.new_zeros(1, dtype=torch.float32)
+    config = config or AMAX_SPACE.default({}, arch_of(first.device), first.dtype)
+    parts = [t.contiguous().view(-1) for t in tensors if t.numel()]
+    if parts:
+        pairs = all(map(_in_pairs, parts))
+        parts = [x.view(torch.int32) if pairs else x for x in parts]
+        missing = [None] * (3 - len(parts))
+        sizes = [x.numel() for x in parts] + [0] * len(missing)
+        block = config.block // 2 if pairs else config.block
+        loads = max(1, block * parts[0].element_size() // (32 * config.num_warps * 16))
+        launch(
+            _amax_kernel, (min(config.programs, sum(cdiv(size, block) for size in sizes)),),
+            *parts, *missing, first, amax, *sizes, PAIRS=pairs, PACKED=_packs(first), LOADS=loads, BLOCK_SIZE=block,
+            num_warps=config.num_warps, **registers(first, 32),
+        )  # fmt: skip
     return amax
-
-
-def _raise_amax(amax: Tensor, x: Tensor, config: AmaxConfig) -> None:
-    """amax [1] becomes the larger of itself and max |x|."""
-    programs = min(config.programs, cdiv(x.numel(), config.block))
-    launch(
-        _amax_kernel, (programs,), x.contiguous(), amax, x.numel(), BLOCK_SIZE=config.block, num_warps=config.num_warps
-    )
 
 
 @register_kernel("fp8_cast", backend="triton", rank=20, rejects=tile_rejects)
@@ -425,7 +502,7 @@ def fp8_cast(
     flat = _flat(x, columns)
     count, cols = flat.shape
     room = rounded_up(count) if columns else count
-    block_rows, block_cols, num_warps = _tile(count, cols, config, columns)
+    block_rows, block_cols, num_warps = tile_sizes(count, cols, config, columns)
     # a grid of one where there is nothing to cast: the factor is an output nevertheless
     grid = (max(1, cdiv(room, block_rows) * cdiv(cols, block_cols)),)
     sizes = count if cols else 0, max(1, cols), flat.stride(0)
@@ -433,35 +510,10 @@ def fp8_cast(
     if columns:
         launch(
             _cast_turned_kernel, grid, flat, bound, amax, x8 if rows else None, x8_t, words(x8_t), factor,
-            *sizes, room if cols else 0, None, BANDS=config.bands, num_warps=num_warps, **how,
+            *sizes, room if cols else 0, BANDS=config.bands, num_warps=num_warps, **how,
         )  # fmt: skip
     else:
         launch(_cast_kernel, grid, flat, bound, amax, x8 if rows else None, factor, *sizes, num_warps=num_warps, **how)
-    return x8, x8_t, factor
-
-
-@register_kernel("fp8_cast_pair", backend="triton", rank=20, rejects=tile_rejects)
-@optimize_kernel(space=TILE_SPACE)
-def fp8_cast_pair(
-    first: Tensor, second: Tensor, format: str = "e4m3", *, config: TileConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    count, cols = first.shape
-    x8, x8_t = (first.new_empty(shape, dtype=FORMATS[format]) for shape in ((2 * count, cols), (cols, 2 * count)))
-    amax, factor = first.new_zeros(1, dtype=torch.float32), first.new_ones(1, dtype=torch.float32)
-    if first.numel():
-        arch = arch_of(first.device)
-        for x in (first, second):
-            _raise_amax(amax, x, AMAX_SPACE.default({}, arch, x.dtype))
-        block_rows, block_cols, num_warps = _tile(count, cols, config, True)
-        turned = words(x8_t)
-        for half, x in enumerate((first, second)):
-            flat = rows(x)
-            launch(
-                _cast_turned_kernel, (cdiv(count, block_rows) * cdiv(cols, block_cols),), flat, amax, amax,
-                x8[half * count :], x8, turned[:, half * count // 4 :], factor, count, cols, flat.stride(0), count,
-                2 * count, E5M2=format == "e5m2", SATURATES=saturates(x), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-                BANDS=config.bands, num_warps=num_warps,
-            )  # fmt: skip
     return x8, x8_t, factor
 
 
@@ -489,7 +541,7 @@ def _flat(x: Tensor, columns: bool) -> Tensor:
     return rows(x)
 
 
-def _tile(count: int, cols: int, config: TileConfig, columns: bool) -> tuple[int, int, int]:
+def tile_sizes(count: int, cols: int, config: TileConfig, columns: bool) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
     if not columns:
         block_cols = min(4096, next_power_of_2(cols))
@@ -509,7 +561,7 @@ def fp8_transpose(x8: Tensor, *, config: TileConfig) -> Tensor:
     room = rounded_up(count)
     x8_t = x8.new_empty(cols, room)
     if x8_t.numel():
-        block_rows, block_cols, num_warps = _tile(count, cols, config, True)
+        block_rows, block_cols, num_warps = tile_sizes(count, cols, config, True)
         launch(
             _transpose_kernel, (cdiv(room, block_rows) * cdiv(cols, block_cols),),
             flat, words(x8_t), count, cols, flat.stride(0), room,
@@ -537,8 +589,9 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3", *, config: RowConfig) -> tupl
 
 
 def _in_pairs(x: Tensor) -> bool:
-    """Whether x [M, N] can be read as words of two 16-bit numbers."""
-    return x.element_size() == 2 and x.stride(1) == 1 and not (x.shape[1] | x.stride(0) | x.storage_offset()) % 2
+    """Whether x [..., N] can be read as words of two 16-bit numbers."""
+    sizes = x.shape[-1] | x.storage_offset() | (x.stride(0) if x.ndim > 1 else 0)
+    return x.element_size() == 2 and x.stride(-1) == 1 and not sizes % 2
 
 
 def _packs(x: Tensor) -> bool:
@@ -573,9 +626,10 @@ def fp8_cast_blocks(
         }  # fmt: skip
         if not square and _in_pairs(x):
             plain = (x8.view(torch.int16), factor) if rows else (None, None)
+            programs = grid[0] if config.stages == 1 else min(grid[0], 2 * max(1, arch_of(x.device).sms))
             launch(
-                _cast_blocks_pairs_kernel, grid, x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
-                x.stride(0) // 2, room, PACKED=_packs(x), **how,
+                _cast_blocks_pairs_kernel, (programs,), x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
+                x.stride(0) // 2, room, PACKED=_packs(x), STAGES=config.stages, **how,
             )  # fmt: skip
         else:
             plain = (x8, factor) if rows else (None, None)
