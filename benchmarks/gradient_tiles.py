@@ -117,9 +117,9 @@ class Gradients(Study):
                 found |= {f"128, parts {n}": HopperVjpConfig(2, 128, group_parts=n) for n in _parts(call)}
             return found
         if call.dim <= 128:
-            found = {"64": HopperVjpConfig(2, 64)}
+            found = {"64": HopperVjpConfig(3, 64)}
             if call.kv_heads < call.heads:
-                found |= {f"64, parts {n}": HopperVjpConfig(2, 64, group_parts=n) for n in _parts(call)}
+                found |= {f"64, parts {n}": HopperVjpConfig(3, 64, group_parts=n) for n in _parts(call)}
             return found
         kinds = {"": 0, "overlap, ": 1}
         return {

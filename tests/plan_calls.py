@@ -117,6 +117,13 @@ def benched() -> dict[str, Plan]:
                 found[f"forward, {name}"] = forward(s)
                 found[f"backward, {name}"] = backward(s)
                 found[f"backward, {name}, deterministic"] = backward(s._replace(deterministic=True))
+    for batch, tokens, heads, dim, causal in (
+        (2, 504, 16, 72, False),
+        (1, 2048, 32, 80, True),
+        (2, 2048, 16, 96, False),
+    ):
+        s = Shape(batch, heads, heads, tokens, tokens, dim, dim, 2, 2, causal, -1, 0 if causal else -1)
+        found[f"backward, {batch} x {tokens} tokens, {heads} heads, D {dim}"] = backward(s)
     for tokens in (2048, 16384):
         s = Shape(1, 16, 16, tokens, tokens, 192, 128, 2, 2, True, -1, 0)
         found[f"forward, D 192 and 128, {tokens} tokens"] = forward(s)

@@ -86,6 +86,35 @@ def test_results_in_fp32_are_stored_from_registers():
                 assert same is None or (step.grid == same.grid and step.shared_memory <= same.shared_memory)
 
 
+@pytest.mark.parametrize(("dim", "columns", "stages"), [(72, 80, 3), (80, 80, 3), (88, 96, 2), (96, 96, 2)])
+def test_gradients_up_to_head_dim_96_have_compact_tiles_and_as_many_as_fit(dim, columns, stages):
+    for s in _shapes(40, dim):
+        s = s._replace(dim=dim, value_dim=dim, softcap=False, dropout=False)
+        step = backward(s).step("attention_dkv_kernel")
+        if step is None:  # a narrow window
+            continue
+        assert (step.constants["REST"], step.constants["STAGES"]) == (columns - 64, stages)
+        assert step.shared_memory <= SM90.shared_memory
+        for name in ("q", "k", "v", "dout", "dk", "dv"):
+            assert step.tensors[f"{name}_desc"].columns == 64
+            assert step.tensors[f"{name}_rest_desc"].columns == columns - 64
+        padded = backward(s._replace(softcap=True)).step("attention_dkv_kernel")
+        assert padded.constants["STAGES"] == 2 and "REST" not in padded.constants
+
+
+def test_kernels_beside_gradients_load_their_tiles_at_once():
+    for dim in (64, 72, 96, 128, 192, 256, 512):
+        for s in _shapes(40, dim):
+            for step in backward(s._replace(dim=dim, value_dim=dim, dropout=False, lists=0, lists_by_keys=0)).steps:
+                c = step.constants
+                if step.kernel not in ("attention_rows_kernel", "attention_dq_kernel"):
+                    continue
+                item = 4 if step.kernel == "attention_rows_kernel" else 4 * (c["D"] + c.get("REST", 0)) / c["D"]
+                loaded, warps = c["ROWS"] * c["D"] * item, c["num_warps"]
+                assert loaded <= warps * 32 * 64 or warps == 16
+                assert warps in (4, 8, 16) and (warps == 4 or loaded > warps * 32 * 32)
+
+
 @pytest.mark.parametrize("value_dim", [64, 120, 128, 192, 256])
 @pytest.mark.parametrize("dim", [64, 128, 136, 192, 256])
 def test_split_columns_cover_both_head_dims_once(dim, value_dim):

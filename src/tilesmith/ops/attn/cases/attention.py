@@ -413,6 +413,15 @@ ATTENTION = [
     Case("d128_deterministic_ring_drawn", attend(
         1, 12, 12, 1990, 2050, 128, init=tokens_first, deterministic=True), GPU, HALF),
     Case("d128_deterministic_ring_more_keys", attend(1, 8, 4, 100, 1100, 128, deterministic=True), GPU, HALF),
+    Case("d72_deterministic_ring", attend(
+        1, 12, 12, 1990, 2050, 72, init=tokens_first, deterministic=True), GPU, HALF),
+    Case("d96_deterministic_ring", attend(1, 12, 12, 1500, 1500, 96, deterministic=True), GPU, HALF),
+    Case("d80_deterministic_packed", attend(
+        1, 8, 2, 1100, 1100, 80, causal=True, deterministic=True, cu_seqlens_q=(300, 5, 790),
+        cu_seqlens_k=(300, 5, 790)), GPU, HALF),
+    Case("d96_packed_more_keys", attend(
+        1, 4, 2, 700, 1100, 96, causal=True, cu_seqlens_q=(130, 0, 270, 300), cu_seqlens_k=(130, 200, 470, 300)),
+        GPU, HALF),
     Case("d96_deterministic_window", attend(
         1, 8, 2, 1500, 1500, 96, causal=True, window_left=200, deterministic=True), GPU, HALF),
     Case("d64_deterministic_packed", attend(

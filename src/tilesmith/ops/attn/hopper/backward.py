@@ -34,7 +34,6 @@ from tilesmith.device.gluon.shim import (
     store_release,
     syncthreads,
     tma_add,
-    tma_load,
     tma_store,
     tma_store_complete,
     tma_store_wait,
@@ -52,9 +51,10 @@ from tilesmith.ops.attn.hopper.backward_block import (
     last_dq,
     late_block,
     park,
+    read_barrier,
     row_of,
 )
-from tilesmith.ops.attn.hopper.backward_rest import last_rest_dq, rest_block
+from tilesmith.ops.attn.hopper.backward_rest import hold_keys, last_rest_dq, rest_block
 from tilesmith.ops.attn.hopper.backward_walk import (
     BLOCKS,
     EDGE,
@@ -84,6 +84,7 @@ from tilesmith.ops.attn.hopper.backward_walk import (
     woven,
     woven_step,
 )
+from tilesmith.ops.attn.hopper.columns import load_tile, start_write
 from tilesmith.ops.attn.hopper.dropout import dropped_queries, kept_queries, load_dropout
 from tilesmith.ops.attn.hopper.softmax import tanh
 from tilesmith.ops.attn.hopper.tile_offset import at, corner, inside, store_rows
@@ -143,9 +144,12 @@ def _add(BOX: gl.constexpr, parts, dq_desc, parking, turns_ptr, lists, indices, 
                             follows = acquire_or_wait(here, STORED)
                     for c in gl.static_range(2):
                         made_desc = dq_rest_desc if REST > 0 and c == 1 else dq_desc
-                        parked = reinterpret(
-                            parking.index(BOX * 2 + c), gl.float32, made_desc.block_type.shape, made_desc.layout
-                        )
+                        if REST > 0:
+                            parked = parking[c].index(BOX)
+                        else:
+                            parked = reinterpret(
+                                parking.index(BOX * 2 + c), gl.float32, made_desc.block_type.shape, made_desc.layout
+                            )
                         there = [(place + block) * (ROWS + REST // 4 if REST > 0 else 2 * ROWS) + c * ROWS, 0]
                         if follows:
                             tma_add(made_desc, there, parked)
@@ -178,10 +182,24 @@ def _next_tile(counter, tiles, ORDERED: gl.constexpr):
 
 
 @gluon.jit
+def _load_kept(k_desc, v_desc, there, k, v, kv_full, turn, LATE_DQ: gl.constexpr, rests, REST: gl.constexpr,
+               PACKED: gl.constexpr):  # fmt: skip
+    """Load a tile's keys and values, when those before are read."""
+    if REST > 0:
+        k_rest, v_rest, kv_empty, k_rest_desc, v_rest_desc = rests[2], rests[3], rests[4], rests[7], rests[8]
+        mbarrier_wait(kv_empty.index(0), (turn & 1) ^ 1)
+        load_tile(k_desc, k_rest_desc, there, kv_full.index(0), k.index(0), k_rest.index(0), REST, PACKED)
+        load_tile(v_desc, v_rest_desc, there, kv_full.index(1), v.index(0), v_rest.index(0), REST, PACKED)
+    else:
+        load_pair(k_desc, v_desc, there, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
+
+
+@gluon.jit
 def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists, indices,
              whole_tiles, stream_k_ctas, STREAM_K: gl.constexpr, LATE_DQ: gl.constexpr, DROPS: gl.constexpr,
-             RING: gl.constexpr):  # fmt: skip
+             RING: gl.constexpr, rests, REST: gl.constexpr):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
+    q_rest, dout_rest, k_rest, v_rest, kv_empty, q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc = rests
     BQ: gl.constexpr = whole.BQ
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, BQ, LANES)
@@ -233,11 +251,11 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
         next_number = numbers
         before_tile = count
         if walk.PACKED and blocks == 0:
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
+            _load_kept(k_desc, v_desc, k_corner, k, v, kv_full, turn, LATE_DQ, rests, REST, walk.PACKED)
             if walk.DYNAMIC:
                 next_number = _next_tile(counter, numbers, walk.ORDERED)
         if walk.LIST_Q > 0:  # any list may be empty
-            load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
+            _load_kept(k_desc, v_desc, k_corner, k, v, kv_full, turn, LATE_DQ, rests, REST, walk.PACKED)
             if walk.DYNAMIC:
                 next_number = gl.to_tensor(-1)
         for member in range(1 if STREAM_K or walk.WOVEN else members):
@@ -259,13 +277,16 @@ def _produce(parts, whole, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr
                 s = count % walk.STAGES
                 row = place + block + member * whole.q_blocks
                 if count >= walk.STAGES:
-                    named_barrier("sync", READ + s, 288)
-                tma_load(q_desc, there, q_full.index(s), q.index(s))
+                    named_barrier("sync", read_barrier(s, REST), 288)
+                load_tile(q_desc, q_rest_desc, there, q_full.index(s), q.index(s), q_rest.index(s), REST, walk.PACKED)
                 cp_async_row(lse_ptr + row * BQ + lane, q_full.index(s), lse.index(s))
-                tma_load(dout_desc, there, dout_full.index(s), dout.index(s))
+                load_tile(
+                    dout_desc, dout_rest_desc, there, dout_full.index(s), dout.index(s), dout_rest.index(s), REST,
+                    walk.PACKED,
+                )  # fmt: skip
                 cp_async_row(delta_ptr + row * BQ + lane, dout_full.index(s), delta.index(s))
                 if walk.LIST_Q == 0 and count == before_tile:
-                    load_pair(k_desc, v_desc, k_corner, k.index(0), v.index(0), kv_full, turn, LATE_DQ)
+                    _load_kept(k_desc, v_desc, k_corner, k, v, kv_full, turn, LATE_DQ, rests, REST, walk.PACKED)
                 if walk.DYNAMIC:
                     # neither so late that it is waited for, nor so early that another CTA would be free before
                     if (STREAM_K or walk.WOVEN or member == members - 1) & (i == gl.maximum(all_blocks - 2, 0)):
@@ -300,11 +321,11 @@ def _through_ds(BQ, D, LEFT, RIGHT):
 
 @gluon.jit
 def _write(C: gl.constexpr, queue, turn, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype: gl.constexpr,
-           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr, to, keys, DIM: gl.constexpr,
-           REST: gl.constexpr, rests):  # fmt: skip
+           D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr, to, keys,
+           DIM: gl.constexpr):  # fmt: skip
     """Write a tile's dk and dv, from the boxes that the next dq would be left in, or THROUGH_DS from a consumer's half
     of the next ds. to: pointers and strides of dk and dv in fp32, to which the registers are stored; None: there are
-    none. rests: what follows the first 64 columns of either, where REST > 0."""
+    none."""
     place = queue.read(turn, KEYS_AT)
     kv_head = queue.read(turn, KV_HEAD)
     start = queue.read(turn, START) + C * 64
@@ -314,13 +335,12 @@ def _write(C: gl.constexpr, queue, turn, count, dk, dv, dk_desc, dv_desc, parkin
         store_rows(dv, to[2], to[3], place, kv_head, start, keys, 0, DIM, PACKED)
     else:
         _write_tiles(C, place, kv_head, start, count, dk, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
-                     THROUGH_DS, REST, rests)  # fmt: skip
+                     THROUGH_DS)  # fmt: skip
 
 
 @gluon.jit
 def _write_tiles(C: gl.constexpr, place, kv_head, start, count, dk, dv, dk_desc, dv_desc, parking, dq_empty,
-                 dtype: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr,
-                 REST: gl.constexpr, rests):  # fmt: skip
+                 dtype: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, ds, THROUGH_DS: gl.constexpr):  # fmt: skip
     tma_store_wait(0)
     if THROUGH_DS:
         parked_dk = smem_tile(ds, dk_desc, (count & 1) * 4 + C * 2)
@@ -328,26 +348,35 @@ def _write_tiles(C: gl.constexpr, place, kv_head, start, count, dk, dv, dk_desc,
     else:
         mbarrier_wait(dq_empty.index(count & 1), ((count >> 1) & 1) ^ 1)
         parked_dk = smem_tile(parking.index((count & 1) * 2 + C), dk_desc)
-    if REST > 0:
-        parked_dk.reshape([64, D]).slice(0, 64, dim=1).store(dk.to(dtype))
-        parked_dk.reshape([64, D]).slice(64, REST, dim=1).store(rests[0].to(dtype))
-    else:
-        parked_dk.reshape([64, D]).store(dk.to(dtype))
+    parked_dk.reshape([64, D]).store(dk.to(dtype))
     fence_async()
     tma_store(dk_desc, at(place, kv_head, start, PACKED), parked_dk)
     if not THROUGH_DS:
         other = count + 1
         mbarrier_wait(dq_empty.index(other & 1), ((other >> 1) & 1) ^ 1)
         parked_dv = smem_tile(parking.index((other & 1) * 2 + C), dv_desc)
-    if REST > 0:
-        parked_dv.reshape([64, D]).slice(0, 64, dim=1).store(dv.to(dtype))
-        parked_dv.reshape([64, D]).slice(64, REST, dim=1).store(rests[1].to(dtype))
-    else:
-        parked_dv.reshape([64, D]).store(dv.to(dtype))
+    parked_dv.reshape([64, D]).store(dv.to(dtype))
     fence_async()
     tma_store(dv_desc, at(place, kv_head, start, PACKED), parked_dv)
     if THROUGH_DS:
         syncthreads()  # of the consumer; else Triton puts one before each block's ds
+
+
+@gluon.jit
+def _write_rests(C: gl.constexpr, queue, turn, dk, dk_rest, dv, dv_rest, dk_desc, dv_desc, rooms, dtype: gl.constexpr,
+                 PACKED: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """Write a tile's dk and dv from a place of their own, which waits for nobody's dq."""
+    place = queue.read(turn, KEYS_AT)
+    kv_head = queue.read(turn, KV_HEAD)
+    start = queue.read(turn, START) + C * 64
+    queue.consumer_release(turn)
+    room, room_rest, dk_rest_desc, dv_rest_desc = rooms
+    none = None, None
+    tma_store_wait(0)
+    start_write(dk, dk_rest, dk_desc, dk_rest_desc, room.index(2 * C), room_rest.index(2 * C), none, place, kv_head,
+                start, REST, 0, dtype, PACKED)  # fmt: skip
+    start_write(dv, dv_rest, dv_desc, dv_rest_desc, room.index(2 * C + 1), room_rest.index(2 * C + 1), none, place,
+                kv_head, start, REST, 0, dtype, PACKED)  # fmt: skip
 
 
 @gluon.jit
@@ -464,7 +493,7 @@ def _consume(
     WOVEN: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, PACKED: gl.constexpr, LIST_Q: gl.constexpr, STREAM_K: gl.constexpr, stream_k_ptr,
     LATE_DQ: gl.constexpr, dropout, sizes, DROPOUT_FORM: gl.constexpr, to, DIM: gl.constexpr, REST: gl.constexpr,
-    GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr,
+    GROUP_PARTS: gl.constexpr, GROUP_SHORT: gl.constexpr, rests, rooms,
 ):  # fmt: skip
     queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty = parts
     dtype: gl.constexpr = q.dtype
@@ -510,6 +539,8 @@ def _consume(
             border = gl.minimum(border, blocks)
         mbarrier_wait(kv_full.index(0), turn & 1)
         mbarrier_wait(kv_full.index(1), turn & 1)
+        if REST > 0:
+            held = hold_keys(C, k, rests[2], REST)
         step = BQ if ORDERED else -BQ
         if WOVEN:
             step = gl.where(queue.read(turn, RISES) > 0, BQ, -BQ)
@@ -538,8 +569,8 @@ def _consume(
                         dropping = drop.at(first_row + head * tokens + edge, key)
                     if REST > 0:
                         dk, dk_rest, dv, dv_rest = rest_block(
-                            C, parts, count, dk, dk_rest, dv, dv_rest, count == begin, edge, window, limit, outer, ds,
-                            dq_desc, parking, LEFT, RIGHT, TAIL, REST, STAGES,
+                            C, parts, rests, held, count, dk, dk_rest, dv, dv_rest, count == begin, edge, window, limit,
+                            outer, ds, parking, LEFT, RIGHT, TAIL, REST, STAGES,
                         )  # fmt: skip
                     elif LATE_DQ:
                         dk, dv = late_block(
@@ -557,10 +588,13 @@ def _consume(
         if LATE_DQ:
             if count != begin:
                 if REST > 0:
-                    last_rest_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, REST)
+                    last_rest_dq(C, count - 1, ds, k, rests[2], parking, dq_empty, REST)
                 else:
                     last_dq(C, count - 1, ds, k, dq_desc, parking, dq_empty, BQ, D)
-            named_barrier("arrive", KEYS_READ, 288)
+            if REST > 0:
+                mbarrier_arrive(rests[4].index(0))
+            else:
+                named_barrier("arrive", KEYS_READ, 288)
         elif blocks == 0:
             named_barrier("arrive", KEYS_READ, 288)
             named_barrier("arrive", VALUES_READ, 288)
@@ -577,11 +611,12 @@ def _consume(
                     _leave(C, queue, turn, slot, dk_rest * scale, dv_rest, stream_k_ptr, D, 64, False)
                 _leave(C, queue, turn, slot, dk * scale, dv, stream_k_ptr, D, 0, True)
         if slot < 0:
-            rests = None
             if REST > 0:
-                rests = dk_rest * scale, dv_rest
-            _write(C, queue, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
-                   _through_ds(BQ, D, LEFT, RIGHT), to, sizes[1], DIM, REST, rests)  # fmt: skip
+                _write_rests(C, queue, turn, dk * scale, dk_rest * scale, dv, dv_rest, dk_desc, dv_desc, rooms, dtype,
+                             PACKED, REST)  # fmt: skip
+            else:
+                _write(C, queue, turn, count, dk * scale, dv, dk_desc, dv_desc, parking, dq_empty, dtype, D, PACKED, ds,
+                       _through_ds(BQ, D, LEFT, RIGHT), to, sizes[1], DIM)  # fmt: skip
         turn += 1
         queue.consumer_wait(turn)
     tma_store_wait(0)
@@ -602,6 +637,7 @@ def attention_dkv_kernel(
     D: gl.constexpr, STAGES: gl.constexpr, LIST_Q: gl.constexpr, SOFTCAP: gl.constexpr, dropout=None,
     DROPOUT_FORM: gl.constexpr = None, GROUP_PARTS: gl.constexpr = 1, dk_ptr=None, dv_ptr=None, dk_strides=None,
     dv_strides=None, DIM: gl.constexpr = None, REST: gl.constexpr = 0, dq_rest_desc=None, GROUP_SHORT: gl.constexpr = 0,
+    q_rest_desc=None, k_rest_desc=None, v_rest_desc=None, dout_rest_desc=None, dk_rest_desc=None, dv_rest_desc=None,
 ):  # fmt: skip
     """Tiles of 128 keys of one kv head. turns_ptr: who has added to a block's part of dq. table: tiles of documents
     (`key_tiles_kernel`), or None. lists: tiles of transposed block lists of LIST_Q queries (`list_key_tiles_kernel`),
@@ -618,9 +654,8 @@ def attention_dkv_kernel(
     group of query heads (`kv_head_of`); kv_heads and rows are those of parts, and dk and dv have a head for each.
     GROUP: query heads of a kv head; GROUP_SHORT: so many parts of each group, the last ones, have one fewer
     (`first_head`). dk_ptr, dv_ptr, their strides, DIM: dk and dv in fp32 and their columns; then dk_desc and dv_desc
-    are of k and v, and only say how tiles lie in shared memory. REST: products have 64 and so many columns
-    (`backward_rest`), 0: the D columns of a tile; dq_rest_desc: of what dq is the sum of, for the columns behind the
-    first 64."""
+    are of k and v, and only say how tiles lie in shared memory. REST: tiles and products have 64 and so many
+    columns (`backward_rest`), 0: D columns; those behind the first 64 have the descriptors with rest in their name."""
     dtype: gl.constexpr = q_desc.dtype
     PACKED: gl.constexpr = table is not None
     STREAM_K: gl.constexpr = stream_k_ptr is not None
@@ -647,7 +682,17 @@ def attention_dkv_kernel(
     k = smem_tiles(1, k_desc)
     v = smem_tiles(1, k_desc)
     ds = gl.allocate_shared_memory(dtype, [2, BQ, 128], gl.NVMMASharedLayout(128, 16, 2))
-    parking = smem_tiles(4, dk_desc, BQ // 64)
+    q_rest, dout_rest, k_rest, v_rest = q, dout, k, v
+    if REST > 0:
+        q_rest = smem_tiles(STAGES, q_rest_desc)
+        dout_rest = smem_tiles(STAGES, q_rest_desc)
+        k_rest = smem_tiles(1, k_rest_desc)
+        v_rest = smem_tiles(1, k_rest_desc)
+        parking = smem_tiles(2, dq_desc), smem_tiles(2, dq_rest_desc)
+        rooms = smem_tiles(4, dk_desc), smem_tiles(4, dk_rest_desc), dk_rest_desc, dv_rest_desc
+    else:
+        parking = smem_tiles(4, dk_desc, BQ // 64)
+        rooms = ()
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     queue = tile_queue(4, 10)
@@ -655,7 +700,13 @@ def attention_dkv_kernel(
     q_full = mbarriers(STAGES, 33)  # the tile, and 32 threads for the row of numbers
     dout_full = mbarriers(STAGES, 33)
     dq_empty = mbarriers(2, 1)
+    kv_empty = dq_empty
+    if REST > 0:
+        kv_empty = mbarriers(1, 2)
     fence_async()
+    rests = (
+        q_rest, dout_rest, k_rest, v_rest, kv_empty, q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc
+    )  # fmt: skip
     parts = (queue, q, dout, k, v, lse, delta, kv_full, q_full, dout_full, dq_empty)
     window = left + right if RIGHT else left
     sizes = tokens, keys, kv_heads, right
@@ -666,13 +717,14 @@ def attention_dkv_kernel(
             (_consume, (0, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST, GROUP_PARTS,
-                        GROUP_SHORT)),
+                        GROUP_SHORT, rests, rooms)),
             (_consume, (1, parts, lists, indices, window, dq_desc, dk_desc, dv_desc, inner, outer, scale, ds, parking,
                         LEFT, RIGHT, TAIL, ORDERED, WOVEN, BQ, D, GROUP, STAGES, SOFTCAP, PACKED, LIST_Q,
                         STREAM_K, stream_k_ptr, LATE_DQ, dropout, sizes, DROPOUT_FORM, to, DIM, REST, GROUP_PARTS,
-                        GROUP_SHORT)),
+                        GROUP_SHORT, rests, rooms)),
             (_produce, (parts, walk, q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, counter, table, lists,
-                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING)),
+                        indices, whole_tiles, stream_k_ctas, STREAM_K, LATE_DQ, dropout is not None, RING, rests,
+                        REST)),
             (_add, (0, parts, dq_desc, parking, turns_ptr, lists, indices, q_blocks, GROUP, ORDERED,
                     k_blocks, STREAM_K, WOVEN, ROWS, LIST_Q, BQ, RING, rows, REST, dq_rest_desc, GROUP_PARTS,
                     GROUP_SHORT)),

@@ -22,6 +22,9 @@ KEYS_READ, VALUES_READ, HALVES, READ, PARKED = (gl.constexpr(i) for i in (7, 8, 
 # late, where values are given back with keys and two tiles of queries are in flight: a consumer's half of ds is there
 # (and dq of the block before read), by its place and consumer: 8, 9, 12, 13
 HALF = VALUES_READ
+# where products have 80 or 96 columns keys are given back by a barrier in shared memory: a tile of queries is read, of
+# which three may be in flight; a consumer's half of ds is there
+REST_READ, REST_HALF = gl.constexpr(7), gl.constexpr(10)
 
 
 @gluon.jit
@@ -48,6 +51,16 @@ def apply_mask(x, edge, window, limit, LEFT: gl.constexpr, RIGHT: gl.constexpr, 
 
 
 @gluon.jit
+def read_barrier(s, REST: gl.constexpr):
+    """The named barrier of the tile of queries at place s, which tells that it is read."""
+    if REST > 0:
+        named = REST_READ + s
+    else:
+        named = READ + s
+    return named
+
+
+@gluon.jit
 def row_of(numbers, BQ: gl.constexpr):
     """A number a query, as the scores have their columns. They lie so that the four lanes read 16 bytes each side by
     side (`attention_rows_kernel`)."""
@@ -71,10 +84,16 @@ def park(C: gl.constexpr, dq, dq_desc, parking, dq_empty, job):
     box = job & 1
     mbarrier_wait(dq_empty.index(box), ((job >> 1) & 1) ^ 1)
     ROWS: gl.constexpr = dq.shape[1] // 4
+    parked = reinterpret(parking.index(box * 2 + C), gl.float32, [ROWS, 256], dq_desc.layout)
+    parked.store(fragments(dq))
+
+
+@gluon.jit
+def fragments(dq):
+    """dq in the order of its registers: a thread has 4 numbers side by side."""
     x = gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2])
     x = gl.permute(x, (3, 0, 2, 4, 1, 5))
-    parked = reinterpret(parking.index(box * 2 + C), gl.float32, [ROWS, 256], dq_desc.layout)
-    parked.store(gl.reshape(x, [ROWS, 256]))
+    return gl.reshape(x, [dq.shape[1] // 4, 256])
 
 
 @gluon.jit

@@ -1,4 +1,8 @@
-"""Device kernels around attention's gradients on Hopper: rows' statistics before, dq and dsinks behind."""
+"""Device kernels around attention's gradients on Hopper: rows' statistics before, dq and dsinks behind.
+
+In a small call nothing hides how long a load takes, so each asks for all it needs before it reads any of it: no load is
+masked by what another one finds, but of documents, and sums over threads come behind the last one.
+"""
 
 import triton
 import triton.language as tl
@@ -12,9 +16,10 @@ def _block_rows(blocks_ptr, block, tokens, begin, ROWS: tl.constexpr):
     lane = tl.arange(0, ROWS)
     rows, end = begin + block * ROWS + lane, tokens
     if blocks_ptr is not None:
-        held = block < tl.load(blocks_ptr)
         entry = blocks_ptr + (block + 1) * 2
-        rows, end = tl.load(entry, mask=held, other=0) + lane, tl.load(entry + 1, mask=held, other=0)
+        count, first, last = tl.load(blocks_ptr), tl.load(entry), tl.load(entry + 1)
+        held = block < count  # an entry behind the last one holds anything
+        rows, end = tl.where(held, first, 0) + lane, tl.where(held, last, 0)
     return rows, end
 
 
@@ -45,11 +50,13 @@ def attention_rows_kernel(
     there = held[:, None] & (cols < DIM)
     out = tl.load(out_ptr + (long_rows * out_strides[2] * UNIT)[:, None] + cols, mask=there, other=0.0)
     dout = tl.load(dout_ptr + (long_rows * dout_strides[2] * UNIT)[:, None] + cols, mask=there, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     lse = tl.load(lse_ptr + head_row.to(tl.int64) * tokens + rows, mask=held, other=float("-inf"))
     if dlse_ptr is not None:
         dlse_ptr += batch * dlse_strides[0] + head * dlse_strides[1]
-        delta -= tl.load(dlse_ptr + long_rows * dlse_strides[2], mask=held, other=0.0).to(tl.float32)
+        dlse = tl.load(dlse_ptr + long_rows * dlse_strides[2], mask=held, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= dlse.to(tl.float32)
     if kept is not None:
         delta *= kept
     dead = lse == float("-inf")
@@ -76,6 +83,9 @@ def attention_dq_kernel(
     is the last one; so the first heads are put in order while the main kernel's last tiles run. twice: so many of a
     head's first blocks have a second part, behind all first ones (`ring_turn`), or None. REST: columns behind the first
     D = 64, which another consumer has made: they lie behind those. UNIT: as in `attention_rows_kernel`."""
+    head_row = tl.program_id(0) // blocks
+    block = tl.program_id(0) - head_row * blocks
+    rows, end = _block_rows(blocks_ptr, block, tokens, begin, ROWS)
     if EARLY:
         if tl.program_id(0) == tl.num_programs(0) - 1:  # what comes behind this kernel comes behind the main one
             tl.extra.cuda.gdc_wait()
@@ -88,19 +98,23 @@ def attention_dq_kernel(
     else:
         tl.extra.cuda.gdc_wait()
     added = tl.load(turns_ptr + tl.program_id(0)) != 0
-    head_row = tl.program_id(0) // blocks
-    block = tl.program_id(0) - head_row * blocks
     parts_ptr += tl.program_id(0).to(tl.int64) * (ROWS * (D + REST))
-    x = tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=added, other=0.0)
+    x = tl.load(parts_ptr + tl.arange(0, ROWS * D))
     if REST > 0:
-        rest_ptr = parts_ptr + ROWS * D
-        rest = tl.load(rest_ptr + tl.arange(0, ROWS * REST), mask=added, other=0.0)
+        rest = tl.load(parts_ptr + ROWS * D + tl.arange(0, ROWS * REST))
     if twice is not None:
-        parts_ptr += tl.num_programs(0).to(tl.int64) * (ROWS * (D + REST))
-        x += tl.load(parts_ptr + tl.arange(0, ROWS * D), mask=block < twice, other=0.0)
+        second_ptr = parts_ptr + tl.num_programs(0).to(tl.int64) * (ROWS * (D + REST))
+        second = tl.load(second_ptr + tl.arange(0, ROWS * D), mask=block < twice, other=0.0)
         if REST > 0:
-            rest_ptr = parts_ptr + ROWS * D
-            rest += tl.load(rest_ptr + tl.arange(0, ROWS * REST), mask=block < twice, other=0.0)
+            rest_ptr = second_ptr + ROWS * D
+            second_rest = tl.load(rest_ptr + tl.arange(0, ROWS * REST), mask=block < twice, other=0.0)
+    x = tl.where(added, x, 0.0)  # a part that nobody has added to holds anything
+    if REST > 0:
+        rest = tl.where(added, rest, 0.0)
+    if twice is not None:
+        x += second
+        if REST > 0:
+            rest += second_rest
     x *= scale
     x = tl.reshape(x, [2, ROWS * D // 1024, 4, 8, 4, 2, 2])
     if ROWS == 64:
@@ -108,7 +122,6 @@ def attention_dq_kernel(
     else:
         x = tl.permute(x, (0, 2, 5, 3, 1, 4, 6))
     x = tl.reshape(x, [ROWS, D])
-    rows, end = _block_rows(blocks_ptr, block, tokens, begin, ROWS)
     place = (head_row // heads).to(tl.int64) * dq_strides[0] + (head_row % heads).to(tl.int64) * dq_strides[1]
     dq_ptr += place * UNIT
     cols = tl.arange(0, D)[None, :]

@@ -24,8 +24,8 @@ class HopperConfig(NamedTuple):
 
 
 class HopperVjpConfig(NamedTuple):
-    """stages: tiles of queries in flight; above head dim 128, and where those of q and v differ, at most, as many as
-    shared memory holds. block_q: queries of a block, there 64, as in windows of up to 129 keys
+    """stages: tiles of queries in flight, at most as many as shared memory holds. block_q: queries of a block, 64 above
+    head dim 128, and where those of q and v differ, as in windows of up to 129 keys
     (`hopper.window_backward`), and above head dim 256 128, where stages are of the products of p and ds
     (`hopper.backward_bands`); up to head dim 64 0 for those of `tables.NARROW_GRADIENTS` of which a model of the
     schedule predicts the least time, with their stages where stages is 0. overlap: 1 where dk and dv have the consumers

@@ -162,7 +162,7 @@ def _reasons(call: Call) -> tuple[str, ...]:
     found = [f"tiles of {b.block_n} keys meet blocks of {b.block_m} queries, {call.stages()} in flight"]
     found += [call.why] if call.why else []
     if b.rest:
-        found.append(f"products have {64 + b.rest} of the tile's {b.wide} columns")
+        found.append(f"tiles and products have {64 + b.rest} columns, 64 and {b.rest}: none is padded to {b.wide}")
     if b.apart:
         found.append(_APART)
         if {"REST", "V_REST"} & call.columns().keys():

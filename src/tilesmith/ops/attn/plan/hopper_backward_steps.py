@@ -14,6 +14,7 @@ from tilesmith.ops.attn.plan.shape import Shape, column_parts, columns
 from tilesmith.ops.attn.schedule import run_of
 
 WINDOW_RUNS = (2, 4, 8, 16, 32, 64, 128)
+THREAD_BYTES = 64  # what a thread of the kernels before and behind the main one asks for at once, at most 16 warps
 
 
 class Call(NamedTuple):
@@ -38,11 +39,7 @@ class Call(NamedTuple):
 
     def inputs(self) -> dict[str, Source]:
         """The descriptors of what the main kernel streams and keeps."""
-        b, packed = self.b, self.s.packed
-        return {
-            "q_desc": Tile("q", b.block_m, packed), "k_desc": Tile("k", b.block_n, packed),
-            "v_desc": Tile("v", b.block_n, packed), "dout_desc": Tile("dout", b.block_m, packed),
-        }  # fmt: skip
+        return self.tiles(q=self.b.block_m, k=self.b.block_n, v=self.b.block_n, dout=self.b.block_m)
 
     def stored(self, *names: str) -> dict[str, Source]:
         """What gradients in fp32 are stored to from registers; nothing where they are not."""
@@ -53,7 +50,9 @@ class Call(NamedTuple):
         return {f"{name}_ptr": x for name, x in of.items()} | strides
 
     def columns(self) -> dict[str, int]:
-        """The columns of tiles where dq has a kernel of its own."""
+        """The columns of tiles and of their rests (`hopper.columns`)."""
+        if self.b.rest:
+            return {"D": 64, "DV": 64, "REST": self.b.rest, "V_REST": self.b.rest}
         (wide, rest), (value_wide, value_rest) = column_parts(self.s.dim), column_parts(self.s.value_dim)
         rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
         return {"D": wide, "DV": value_wide, **rests}
@@ -84,9 +83,12 @@ class Call(NamedTuple):
 
     def stages(self) -> int:
         """Tiles of queries in flight."""
-        if self.narrow or not self.b.apart:
+        if self.narrow:
             return self.config.stages
-        return _most(smem.backward_wide, self.columns(), self.config.stages, self)
+        if self.b.apart:
+            return _most(smem.backward_wide, self.columns(), self.config.stages, self)
+        constants = {"BQ": self.b.block_m, "D": self.b.wide, "REST": self.b.rest}
+        return _most(smem.backward, constants, self.config.stages, self)
 
     def sums(self) -> int:
         return 2 if self.order.ring else 1
@@ -128,6 +130,13 @@ def _most(memory: Any, constants: dict[str, int], stages: int, call: Call) -> in
     return next(fits, 1)
 
 
+def _warps(loaded: int) -> int:
+    """The warps of a CTA that loads so many bytes, from 4 to 16. Whatever its tile is, a load from memory takes about
+    as long as the few of a thread together: so all are asked for at once, and many CTAs have enough of them in flight
+    to be limited by memory alone."""
+    return min(max(4, next_power_of_2(cdiv(loaded, 32 * THREAD_BYTES))), 16)
+
+
 def scratch_of(call: Call) -> list[Buffer]:
     """The memory that steps leave to one another, but for tables of tiles."""
     s, b = call.s, call.b
@@ -155,6 +164,7 @@ def rows_step(call: Call) -> Step:
     s, b = call.s, call.b
     adds, wide = not (b.apart or b.banded or call.narrow), columns(s.value_dim)
     rows = 32 if b.banded else b.block_m
+    warps = _warps(2 * rows * wide * s.q_bytes)
     blocks = b.q_blocks * (b.block_m // rows)
     return Step(
         "attention_rows_kernel", (s.rows * blocks,),
@@ -163,7 +173,7 @@ def rows_step(call: Call) -> Step:
          "turns_ptr": "turns" if adds else None, "blocks_ptr": b.rows_table, "dlse_strides": "dlse_strides",
          "kept": "kept", **call.strides("out", "dout")},
         {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": blocks},
-        {"ROWS": rows, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": 4 if wide <= 128 else 8},
+        {"ROWS": rows, "DIM": s.value_dim, "D": wide, "SUMS": call.sums(), "num_warps": warps},
     )  # fmt: skip
 
 
@@ -177,8 +187,7 @@ def dkv_step(call: Call) -> Step:
         lists = {"list_share": s.heads // heads, "list_rows": b.k_blocks * heads if rows > 1 else 0}
     tensors = call.inputs() | {
         "dq_desc": Tile("dq_parts", b.block_m * b.wide // 512, flat=True),
-        "dk_desc": Tile(call.written("dk"), 64, s.packed), "dv_desc": Tile(call.written("dv"), 64, s.packed),
-        "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "turns_ptr": "turns",
+        **call.tiles(dk=64, dv=64), "lse_ptr": Part("rows", 0), "delta_ptr": Part("rows", 1), "turns_ptr": "turns",
         "counter": Counter() if call.ctas()[1] else None, "table": b.tables.table, "lists": b.tables.lists,
         "indices": "list_indices" if s.lists else None, "stream_k_ptr": "stream_k_parts" if division.ctas else None,
         "inner": "inner", "outer": "outer", "scale": "factor", **({"dropout": "dropout"} if s.dropout else {}),
@@ -189,25 +198,28 @@ def dkv_step(call: Call) -> Step:
         tensors["dq_rest_desc"] = Tile("dq_parts", b.block_m * b.rest // 256, flat=True)
     constants = {
         "LIST_Q": s.block_q, "ORDERED": s.deterministic, "WOVEN": order.woven,
-        "RING": order.ring, "BQ": b.block_m, "STAGES": call.config.stages, "launch_pdl": True, **call.kinds(),
+        "RING": order.ring, "BQ": b.block_m, "STAGES": call.stages(), "launch_pdl": True, **call.kinds(),
         **dropout_constants(s), **({"DIM": s.dim} if s.gradients_fp32 else {}), **rest,
     }  # fmt: skip
     numbers = call.sizes() | lists | {"whole_tiles": division.undivided, "stream_k_ctas": division.ctas}
-    memory = smem.backward(b.block_m, b.wide, call.config.stages, s.q_bytes)
-    return Step("attention_dkv_kernel", (call.ctas()[0],), tensors, numbers, constants, memory)
+    return Step(
+        "attention_dkv_kernel", (call.ctas()[0],), tensors, numbers, constants, smem.backward(constants, s.q_bytes)
+    )  # fmt: skip
 
 
 def dq_step(call: Call) -> Step:
     """dq in its own layout and dtype, from the sums that `dkv_step` leaves in the order of fragments."""
     s, b = call.s, call.b
+    wide = 64 if b.rest else b.wide
     twice = (b.k_blocks - 1) * b.q_blocks // b.k_blocks if call.order.ring else None
     return Step(
         "attention_dq_kernel", (s.rows * b.q_blocks,),
         {"parts_ptr": "dq_parts", "dq_ptr": "dq", "turns_ptr": "turns", "blocks_ptr": b.rows_table,
          "scale": "factor", **call.strides("dq")},
         {"heads": s.heads, "tokens": s.tokens, "begin": b.q_begin, "blocks": b.q_blocks, "twice": twice},
-        {"ROWS": b.block_m, "DIM": s.dim, "D": 64 if b.rest else b.wide,
-         "EARLY": s.deterministic and not (s.packed or b.window.hides_left), "num_warps": 4, "launch_pdl": True,
+        {"ROWS": b.block_m, "DIM": s.dim, "D": wide,
+         "EARLY": s.deterministic and not (s.packed or b.window.hides_left),
+         "num_warps": _warps(b.block_m * (wide + b.rest) * 4), "launch_pdl": True,
          **({"REST": b.rest} if b.rest else {})},
     )  # fmt: skip
 

@@ -24,11 +24,15 @@ def forward_wide(c: Mapping[str, Any], item: int) -> int:
     return 64 * (2 * 512 + 128 * c["STAGES"] + 2 * 64) * item + 6 * 64 * 4 + _rest(False)
 
 
-def backward(block_q: int, wide: int, stages: int, item: int) -> int:
-    """Of `attention_dkv_kernel`: queries and dout, a tile of keys and of values, two ds, room for four parts of dq."""
-    streamed = 2 * stages * block_q * wide
-    kept = 2 * 128 * wide + 2 * block_q * 128 + 4 * 64 * wide * (block_q // 64)
-    return (streamed + kept) * item + 2 * stages * block_q * 4 + _rest(True)
+def backward(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_dkv_kernel`: queries and dout, a tile of keys and of values, two ds, room for four parts of dq,
+    from which dk and dv are stored, too; with a REST these have a place of their own beside two boxes of dq in fp32."""
+    rows, rest = c["BQ"], c.get("REST", 0)
+    wide = 64 + rest if rest else c["D"]
+    tiles = (2 * c["STAGES"] * rows + 2 * 128) * wide + 2 * rows * 128
+    written = 4 * 64 * wide * item
+    parts = written + 2 * 64 * wide * 4 if rest else written * (rows // 64)
+    return tiles * item + parts + 2 * c["STAGES"] * rows * 4 + _rest(True)
 
 
 def backward_wide(c: Mapping[str, Any], item: int) -> int:

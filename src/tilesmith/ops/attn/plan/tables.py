@@ -221,8 +221,7 @@ HOPPER_BACKWARD = (
         "by `NARROW_GRADIENTS`; blocks of 128 queries read 15 % less of shared memory, but with a window or softcap "
         "they spill 600 bytes and more; 4k causal 466, of 64 queries 416; full 541, of 64 queries 431",
     ),
-    Row({"dim": (None, 64)}, HopperVjpConfig(3, 64)),
-    Row({}, HopperVjpConfig(2, 64)),
+    Row({}, HopperVjpConfig(3, 64)),
 )  # fmt: skip
 
 
