@@ -15,23 +15,27 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 
 
 @triton.jit
-def _tile(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """int64 rows and columns of this program's tile, and which of them exist."""
-    col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
+def _tile(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FLAT: tl.constexpr = False):
+    """int64 rows and columns of this program's tile, and which of them exist. FLAT: there is one row, so that nothing
+    is divided before the first load."""
     program = tl.program_id(0).to(tl.int64)
-    row = (program // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = (program % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    across = tl.zeros([], tl.int64)
+    if not FLAT:
+        col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
+        across, program = program // col_blocks, program % col_blocks
+    row = across * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = program * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     return row, col, (row < num_rows) & (col < num_cols)
 
 
 @triton.jit
 def _gate_fwd_kernel(
     x_ptr, up_ptr, out_ptr, x_row, up_row, num_rows, num_cols,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """out = activation(x), times up where GATED; activation(x + up) where ADDED."""
-    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS, FLAT)
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
     if ADDED:
         x += tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
@@ -45,18 +49,21 @@ def _gate_fwd_kernel(
 def _gate_bwd_kernel(
     dout_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, dout_row, x_row, up_row, num_rows, num_cols,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, WANTS_DX: tl.constexpr, WANTS_DUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """dx = dout activation'(x), times up where GATED; dup = dout activation(x)."""
-    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    """dx = dout activation'(x), times up where GATED; dup = dout activation(x). Everything is loaded before dup is
+    stored: what may be the same memory is not loaded ahead of a store, and a program would wait for memory twice."""
+    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS, FLAT)
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + row * dout_row + col, mask=mask, other=0.0).to(tl.float32)
+    if GATED and WANTS_DX:
+        up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0)
     if WANTS_DUP:
         value, _ = activate(x, ACTIVATION)
         tl.store(dup_ptr + row * num_cols + col, (dout * value).to(dup_ptr.dtype.element_ty), mask=mask)
     if WANTS_DX:
         if GATED:
-            dout *= tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
+            dout *= up.to(tl.float32)
         dx = gradient(dout, x, ACTIVATION)
         tl.store(dx_ptr + row * num_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -162,7 +169,7 @@ def _forward(x: Tensor, up: Tensor | None, activation: str, config: GateConfig, 
     launch(
         _gate_fwd_kernel, (programs,),
         x, up_or_x, out, x.stride(0), up_or_x.stride(0), *x.shape,
-        ACTIVATION=activation, GATED=up is not None and not added, ADDED=added,
+        ACTIVATION=activation, GATED=up is not None and not added, ADDED=added, FLAT=len(x) == 1,
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
     )  # fmt: skip
     return out
@@ -180,7 +187,7 @@ def _backward(
     launch(
         _gate_bwd_kernel, (programs,),
         dout, x, up_or_x, dx, dup, dout.stride(0), x.stride(0), up_or_x.stride(0), *x.shape,
-        ACTIVATION=activation, GATED=up is not None, WANTS_DX=wants_dx, WANTS_DUP=wants_dup,
+        ACTIVATION=activation, GATED=up is not None, WANTS_DX=wants_dx, WANTS_DUP=wants_dup, FLAT=len(x) == 1,
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
     )  # fmt: skip
     return dx, dup
@@ -239,13 +246,15 @@ def _flat(config: StripConfig) -> GateConfig:
     return GateConfig(config.block_rows * config.block_cols, config.num_warps)
 
 
-def _dims(x: Tensor, *_: object) -> dict[str, int]:
-    return {"elements": x.numel()}
+def _dims(x: Tensor, *more: object) -> dict[str, int]:
+    return {"elements": x.numel(), "read": 1 + sum(isinstance(t, Tensor) for t in more)}
 
 
 def _default(dims, arch, dtype) -> GateConfig:
-    # Two 16-byte accesses a thread for every tensor, all asked for before the first is used.
-    return GateConfig(block=128 * 32 // dtype.itemsize, num_warps=4)
+    # Two loads of 16 bytes a thread at least, so that 2,048 threads of a multiprocessor ask for 64 KiB at once; where
+    # several tensors are read, one of each: with more, registers make ptxas put loads off until others are used up.
+    accesses = 1 if dims["read"] > 1 else 2
+    return GateConfig(block=128 * 16 // dtype.itemsize * accesses, num_warps=4)
 
 
 GATE_SPACE = Space(
