@@ -17,7 +17,9 @@ from torch import Tensor
 from tilesmith.device.gluon import cluster as cluster_gluon
 from tilesmith.device.gluon.rows import LINE, MOST_PARTS, ctas_of_row, optimization_barrier, pack, unpack_fp32
 from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
-from tilesmith.engine import cdiv
+from tilesmith.device.rows import AT_ONCE, more_warps
+from tilesmith.engine import cdiv, next_power_of_2
+from tilesmith.hardware.detect import arch_of
 
 _LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(cluster_gluon.HEAD)
 
@@ -31,9 +33,9 @@ def columns(part, chunk: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def load_part(row_ptr, part, cols, CHUNKS: gl.constexpr, EVEN: gl.constexpr):
+def load_part(row_ptr, part, cols, CHUNKS: gl.constexpr, EVEN: gl.constexpr, BEYOND: gl.constexpr = 0):
     """Load all chunks of a part of a row."""
-    return load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN)
+    return load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN, BEYOND)
 
 
 @gluon.jit
@@ -55,6 +57,27 @@ def load_chunks(
         else:
             chunks += (gl.load(row_ptr + word, mask=word < cols // PER_WORD, other=BEYOND),)
     return chunks
+
+
+@gluon.constexpr_function
+def _places(width, each):
+    """How many neighbours of `each` cover `width`, up to a power of two."""
+    return 1 << ((width + each - 1) // each - 1).bit_length()
+
+
+@gluon.jit
+def prefetch_part(ptr, part, cols, CHUNKS: gl.constexpr):
+    """Ask the L2 cache for a part of a vector that `load_chunks` loads later; nothing of None. ptxas puts loads off until
+    just before what keeps it from it, a barrier, to save registers; this takes none."""
+    if ptr is not None:
+        EACH: gl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+        WIDTH: gl.constexpr = CHUNKS * gl.num_warps() * _LINE
+        LINES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        at = part * WIDTH + gl.arange(0, _places(WIDTH, EACH), LINES) * EACH
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(ptr + gl.minimum(at, cols - 1)).to(gl.int64)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -88,11 +111,31 @@ def pack_lines(lines, dtype: gl.constexpr):
 
 
 @gluon.jit
+def before_end(part, chunk: gl.constexpr, cols, CHUNKS: gl.constexpr):
+    """Which values of a chunk lie before the last column, int1 [warps, LINE]. cols is a multiple of 8: the neighbours of
+    a thread share one comparison."""
+    WIDTH: gl.constexpr = gl.num_warps() * _LINE
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    group = gl.arange(0, WIDTH, LANES) // 8
+    return gl.reshape(group < cols // 8 - (part * CHUNKS + chunk) * (WIDTH // 8), [gl.num_warps(), _LINE])
+
+
+@gluon.jit
 def warps_of_row(PARTS: gl.constexpr):
-    """The numbers of a row's warps, over all CTAs, and others beyond them: in the layout of what `exchange` returns."""
+    """The numbers of a row's warps, over all CTAs, and perhaps others beyond them: in the layout of what `exchange`
+    returns."""
     MOST: gl.constexpr = 1 if PARTS == 1 else 2 if PARTS == 2 else 4 if PARTS <= 4 else 8 if PARTS <= 8 else 16
-    EACH: gl.constexpr = max(1, MOST * gl.num_warps() // 32)
-    return gl.arange(0, 32 * EACH, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
+    NUMBER: gl.constexpr = max(2, MOST * gl.num_warps())
+    return gl.arange(0, NUMBER, gl.BlockedLayout([max(1, NUMBER // 32)], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def _columns_from(lines, cols, CHUNKS: gl.constexpr):
+    """How many columns a warp holds, behind whose first line's beginning `lines` whole lines of the row follow."""
+    WARPS: gl.constexpr = gl.num_warps()
+    whole = gl.minimum(gl.maximum((lines + (WARPS - 1)) // WARPS, 0), CHUNKS)
+    last = (lines >= 0) & (lines < CHUNKS * WARPS) & (lines % WARPS == 0)  # the line that is no whole one
+    return whole * _LINE + gl.where(last, cols % _LINE, 0)
 
 
 @gluon.jit
@@ -100,9 +143,16 @@ def columns_of_warps(cols, PARTS: gl.constexpr, CHUNKS: gl.constexpr):
     """How many columns each warp of a row holds, fp32."""
     WARPS: gl.constexpr = gl.num_warps()
     warp = warps_of_row(PARTS)
-    after_first = cols // _LINE - (warp // WARPS) * (CHUNKS * WARPS) - warp % WARPS
-    lines = gl.minimum(gl.maximum((after_first + WARPS - 1) // WARPS, 0), CHUNKS)
-    return gl.where(warp < PARTS * WARPS, lines * _LINE, 0).to(gl.float32)
+    lines = cols // _LINE - (warp // WARPS) * (CHUNKS * WARPS) - warp % WARPS
+    return gl.where(warp < PARTS * WARPS, _columns_from(lines, cols, CHUNKS), 0).to(gl.float32)
+
+
+@gluon.jit
+def own_columns(part, cols, CHUNKS: gl.constexpr):
+    """How many columns each warp of a part holds, and how many in its first chunk: two int32 [warps, 1]."""
+    lines = lines_after(part, cols, CHUNKS)
+    first = gl.minimum(gl.maximum(lines * _LINE + cols % _LINE, 0), _LINE)
+    return _columns_from(lines, cols, CHUNKS), first
 
 
 @gluon.jit
@@ -114,7 +164,8 @@ def warp_ids():
 
 @gluon.jit
 def lines_after(part, cols, CHUNKS: gl.constexpr):
-    """How many lines of a row begin at or after each warp's first line of a part, int32 [warps, 1]; may be below 1."""
+    """How many whole lines of a row begin at or after each warp's first line of a part, int32 [warps, 1]; may be below
+    1."""
     return cols // _LINE - part * (CHUNKS * gl.num_warps()) - gl.expand_dims(warp_ids(), 1)
 
 
@@ -197,6 +248,27 @@ def held_config(cols: int, size: int, chunks: int, num_warps: int, max_registers
     return HeldConfig(chunks, num_warps, max_registers if size <= 2 else 0)
 
 
+def one_cta_config(dims: Mapping[str, int], arch: Any, size: int, most: int) -> HeldConfig:
+    """A configuration by which one CTA holds a row, of as few warps as hold it by up to `most` chunks of 16-bit values,
+    half as many of 32-bit ones; of more where rows are few (`spread`)."""
+    lines, most = cdiv(dims["cols"], LINE), max(1, most * 2 // size)
+    warps = next_power_of_2(cdiv(lines, most))
+    return spread(HeldConfig(cdiv(lines, warps), warps, 0), dims, arch)
+
+
+def spread(config: HeldConfig, dims: Mapping[str, int], arch: Any) -> HeldConfig:
+    """`config`, or where a CTA holds each of a few rows, more warps with fewer chunks."""
+    lines = cdiv(dims["cols"], LINE)
+    while (
+        held_parts(dims["cols"], config) == 1
+        and config.chunks > 1
+        and config.num_warps < 16
+        and more_warps(dims["rows"], arch.sms, config.num_warps, 8 * config.chunks, fixed=16)
+    ):
+        config = HeldConfig(cdiv(lines, 2 * config.num_warps), 2 * config.num_warps, 0)
+    return config
+
+
 def held_parts(cols: int, config: HeldConfig) -> int:
     """How many CTAs hold a row of `cols` columns."""
     return cdiv(cols, config.chunks * config.num_warps * LINE)
@@ -206,6 +278,11 @@ def held_grid(x: Tensor, config: HeldConfig) -> tuple[int, int]:
     """(CTAs, parts) for the rows of x [M, N]."""
     parts = held_parts(x.shape[1], config)
     return x.shape[0] * parts, parts
+
+
+def at_once(x: Tensor, parts: int, config: HeldConfig) -> bool:
+    """Whether the device works on all rows of x [M, N] at once."""
+    return x.shape[0] * parts * config.num_warps <= AT_ONCE * arch_of(x.device).sms
 
 
 def held_tells(cols: int, config: HeldConfig) -> list[str]:

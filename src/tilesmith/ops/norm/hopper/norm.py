@@ -38,6 +38,8 @@ from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     LINE,
     HeldConfig,
+    at_once,
+    before_end,
     chunk_fp32,
     chunk_fp32_again,
     columns,
@@ -49,18 +51,21 @@ from tilesmith.device.gluon.rows_held import (
     held_flags,
     held_grid,
     held_tells,
-    lines_after,
     load_chunks,
     load_part,
+    one_cta_config,
     open_exchange,
+    own_columns,
     pack_lines,
+    prefetch_part,
     row_pointer,
+    spread,
 )
 from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, mbarriers
 from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, rehearsed
+from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
     Norm,
     NormGradient,
@@ -111,8 +116,8 @@ def norm_fwd_parts_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     cols, x_stride, residual_stride, eps, offset,
     PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
-    AHEAD: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
-    RARE: gl.constexpr = True,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr = False, seed_ptr=None, drop_below=None, keep_scale=None,
+    SHORT: gl.constexpr = True, RARE: gl.constexpr = True,
 ):  # fmt: skip
     """y (and s) of a part of a row, once the CTA has the partial sums of the rest of its cluster. With seed_ptr, x is
     dropped out before the residual is added; the random bits do not depend on x and are generated while it is in
@@ -120,16 +125,25 @@ def norm_fwd_parts_kernel(
 
     CENTER: the sums are of differences from the mean of a warp's first columns. They lose no precision where the mean
     is far from 0, nor, since that is a mean of many values, where one value is. AHEAD: how many chunks of weight and
-    bias are loaded ahead.
+    bias are loaded ahead. EARLY: all are, before the row's sums; they take registers, but a row waits for memory once.
     """
     row, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
     NORMED: gl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     room = open_exchange(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
+    if EARLY:
+        prefetch_part(weight_ptr, part, cols, CHUNKS)
+        prefetch_part(bias_ptr, part, cols, CHUNKS)
     parts = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    weights, biases = (), ()
     if s_ptr is not None:
         residual = load_part(row_pointer(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
+    if EARLY and weight_ptr is not None:
+        weights = load_part(weight_ptr, part, cols, CHUNKS, EVEN)
+    if EARLY and bias_ptr is not None:
+        biases = load_part(bias_ptr, part, cols, CHUNKS, EVEN)
+    if s_ptr is not None:
         sums, drawn = (), ()
         if seed_ptr is not None:
             for c in gl.static_range(CHUNKS):
@@ -147,19 +161,19 @@ def norm_fwd_parts_kernel(
             gl.store(s_ptr + row * cols + col, flatten_lines(s).to(NORMED), mask=None if EVEN else col < cols)
             sums += (pack_lines(s, NORMED),)
         parts = sums
-    after = lines_after(part, cols, CHUNKS)
     squares = gl.zeros_like(chunk_fp32(parts[0], NORMED))
     total = squares
-    pivot = gl.expand_dims(gl.sum(chunk_fp32(parts[0], NORMED), 1) * (1.0 / LINES), 1)
+    own, first_own = own_columns(part, cols, CHUNKS)
+    each_first = 1.0 / LINES if EVEN else 1.0 / gl.maximum(first_own, 1).to(gl.float32)
+    pivot = gl.expand_dims(gl.sum(chunk_fp32(parts[0], NORMED), 1), 1) * each_first
     for c in gl.static_range(CHUNKS):
         value = chunk_fp32(parts[c], NORMED)
         if CENTER:
             value -= pivot
             if not EVEN:
-                value = gl.where(after > c * WARPS, value, 0.0)
+                value = gl.where(before_end(part, c, cols, CHUNKS), value, 0.0)
             total += value
         squares += value * value
-    weights, biases = (), ()
     if weight_ptr is not None:
         weights = load_chunks(weights, weight_ptr, part, cols, AHEAD, CHUNKS, EVEN)
     if bias_ptr is not None:
@@ -167,9 +181,8 @@ def norm_fwd_parts_kernel(
     found = gl.sum(squares, 1)
     each_col = 1.0 / cols
     if CENTER:
-        own_columns = gl.minimum(gl.maximum((after + (WARPS - 1)) // WARPS, 1), CHUNKS) * LINES
         summed = gl.sum(total, 1)
-        excess = summed / gl.sum(own_columns, 1).to(gl.float32)
+        excess = summed / gl.sum(gl.maximum(own, 1), 1).to(gl.float32)
         means, spreads = exchange(room, part, gl.sum(pivot, 1) + excess, found - summed * excess, PARTS)
         widths = columns_of_warps(cols, PARTS, CHUNKS)
         mean = gl.sum(means * widths, 0) * each_col
@@ -330,6 +343,7 @@ def forward(norm: Norm, config: HeldConfig) -> tuple[Tensor | None, ...]:
             norm_fwd_parts_kernel, (ctas,), x, residual, weight, bias, y, s, mean, rstd,
             cols, x_stride, residual_stride, norm.eps, norm.offset or None,
             CENTER=norm.center, LLAMA=norm.llama, AHEAD=1 if config.num_warps >= 16 else 2,
+            EARLY=at_once(x, parts, config),
             **held_flags(cols, parts, config), **dropout,
         )  # fmt: skip
     return outputs
@@ -391,15 +405,15 @@ def backward(
     return dx, *(x.new_empty(0) if v is None else v for v in vectors)
 
 
-def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
-    """Why kernels that split rows over a cluster do not serve rows of `cols` columns; Triton's are as fast up to
-    `more_than` columns."""
+def rows_refused(call: Any, cols: int, more_than: int, unit: int = LINE) -> list[str]:
+    """Why kernels that split rows over a cluster do not serve rows of `cols` columns, multiples of `unit`; Triton's are
+    as fast up to `more_than` columns."""
     reasons = [
         f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
         for name, facts in call._asdict().items()
         if getattr(facts, "dtype", None) not in (None, torch.float16, torch.bfloat16, torch.float32)
     ]
-    reasons += width_refused(cols, more_than) + unserved(call)
+    reasons += width_refused(cols, more_than, unit) + unserved(call)
     return reasons or cluster_refused(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
 
 
@@ -416,8 +430,12 @@ def backward_tells(call, *, config: PartsConfig) -> list[str]:
 def _reasons(call: Any) -> list[str]:
     cols, added = call.x.cols, hasattr(call, "residual")
     # Triton's tiles are a power of two wide: other rows leave lanes idle
-    narrow = hasattr(call, "bias") or (not added and cols < 8192 and cols != 4096)
-    return rows_refused(call, cols, 2048 if narrow else 16_384 if added else 32_768)
+    if cols < 8192 and cols != next_power_of_2(cols):
+        return rows_refused(call, cols, 512, UNIT)
+    return rows_refused(call, cols, 2048 if hasattr(call, "bias") else 16_384 if added else 32_768)
+
+
+UNIT = 16  # columns: so many loads of 16 bytes are known to be whole
 
 
 def _vjp_reasons(call: Any) -> list[str]:
@@ -447,6 +465,8 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
     copy rate from 2,560 to 32,768 columns. Wider rows are for hopper_persistent. More figures: docs/log/norms.md."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
+    if cols <= 2048:
+        return one_cta_config(dims, arch, size, 4 if added else 6)
     if cols <= 4096:
         chunks, warps, registers = (4, 4, 0) if added else (4, 4, 64) if cols > 3072 else (6, 2, 80)
     elif cols <= 8192:
@@ -455,7 +475,7 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
         chunks, warps, registers = 4, 16, 64
     else:
         chunks, warps, registers = (8, 8, 80) if center or cols > 65_536 else (8, 4, 80)
-    return held_config(cols, size, chunks, warps, registers)
+    return spread(held_config(cols, size, chunks, warps, registers), dims, arch)
 
 
 def backward_default(

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.alignment import aligned
-from tilesmith.device.gluon.rows import cluster_refused, width_refused
+from tilesmith.device.gluon.rows import LINE, cluster_refused, width_refused
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     HeldConfig,
+    before_end,
     chunk_fp32,
     chunk_fp32_again,
     columns,
@@ -21,18 +22,21 @@ from tilesmith.device.gluon.rows_held import (
     held_flags,
     held_grid,
     held_tells,
-    lines_after,
     load_part,
+    one_cta_config,
     open_exchange,
     row_pointer,
+    spread,
     warps_of_row,
 )
 from tilesmith.device.gluon.shim import gl, gluon
 from tilesmith.device.rows import empty_rows, row_order, rows
-from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, rehearsed
+from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
+# -inf, as `load_part` takes it: two of 16 bits a word
+_BF16_HIDDEN, _FP16_HIDDEN, _FP32_HIDDEN = gl.constexpr(-0x7F0080), gl.constexpr(-0x3FF0400), gl.constexpr(float("-inf"))
 
 # Outputs are packed: the stride of their rows is `cols`. A CTA has one part of WIDTH columns of every
 # num_groups-th row.
@@ -94,7 +98,10 @@ def softmax_fwd_parts_kernel(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     FUSED: gl.constexpr = DTYPE.primitive_bitwidth == 16
     room = open_exchange(PARTS)
-    words = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    HIDDEN: gl.constexpr = (
+        _FP32_HIDDEN if DTYPE == gl.float32 else _BF16_HIDDEN if DTYPE == gl.bfloat16 else _FP16_HIDDEN
+    )
+    words = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN, HIDDEN)
     power = LOG2E
     if POSITIVE:  # the maximum of x is then that of scale · x
         power = scale * LOG2E
@@ -103,8 +110,8 @@ def softmax_fwd_parts_kernel(
         z = chunk_fp32(words[c], DTYPE)
         if not POSITIVE:
             z *= scale
-        if not EVEN:
-            z = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), z, float("-inf"))
+            if not EVEN:
+                z = gl.where(before_end(part, c, cols, CHUNKS), z, float("-inf"))
         zs += (gl.reshape(z, [gl.num_warps(), 32, 8]),)
     most = zs[0]
     for c in gl.static_range(1, CHUNKS):
@@ -159,18 +166,23 @@ def softmax_bwd_parts_kernel(
 
 
 def _reasons(call: Any) -> list[str]:
-    return rows_refused(call, call.x, FORWARD_ABOVE)
+    return _rows_refused(call, call.x, FORWARD_ABOVE)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
-    return rows_refused(call, call.y, BACKWARD_ABOVE)
+    return _rows_refused(call, call.y, BACKWARD_ABOVE)
 
 
-def rows_refused(call: Any, read: Any, more_than: int) -> list[str]:
+def _rows_refused(call: Any, read: Any, more_than: int) -> list[str]:
+    # Triton's tiles are a power of two wide: other rows leave lanes idle
+    return rows_refused(call, read, more_than if read.cols == next_power_of_2(read.cols) else 512, 16)
+
+
+def rows_refused(call: Any, read: Any, more_than: int, unit: int = LINE) -> list[str]:
     reasons = []
     if read.dtype == torch.float64:
         reasons.append("the tensors are float64; these kernels compute in float32")
-    reasons += width_refused(read.cols, more_than)
+    reasons += width_refused(read.cols, more_than, unit)
     if call.causal:
         reasons.append("causal: whole rows are read")
     return reasons or cluster_refused(read.device, read.cols)
@@ -187,14 +199,18 @@ def row_dims(*read: Tensor) -> dict[str, int]:
 def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
     """A default for the forward. H200, bf16, 5,120 to 131,072 columns: 0.98 to 0.99 of the copy rate; Triton's kernel
     0.99 at 8,192 and 0.71 at 131,072."""
+    if dims["cols"] <= 4096:
+        return one_cta_config(dims, arch, dims["bytes"], 8)
     warps, chunks = (4, 8) if dims["cols"] <= 8192 else (16, 4) if dims["cols"] <= 16_384 else (8, 8)
-    return held_config(dims["cols"], dims["bytes"], chunks, warps, 0)
+    return spread(held_config(dims["cols"], dims["bytes"], chunks, warps, 0), dims, arch)
 
 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
     """A default for the backward. H200, bf16, 8,192 to 131,072 columns: 1.03 to 1.05 of the copy rate, as two of its
     three tensors are read; Triton's kernel 1.05 to 0.69."""
-    return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
+    if dims["cols"] <= 4096:
+        return one_cta_config(dims, arch, dims["bytes"] // 2, 5)
+    return spread(held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0), dims, arch)
 
 
 @register_kernel(
