@@ -7,18 +7,17 @@ import math
 import torch
 from torch import Tensor
 
+AT_ONCE = 32  # warps that a multiprocessor holds with 64 registers a thread
+PACE = 3.0  # cycles from an instruction of a warp to its next one, where few other warps fill the gap
 
-AT_ONCE = 32  # warps that a multiprocessor holds with 64 registers a thread; of a few rows nothing hides what one waits for
-PACE = 3.0  # cycles from an instruction of a warp to its next one
 
+def more_warps(rows: int, sms: int, warps: int, saved: int, fixed: int) -> bool:
+    """Whether rows are so few that twice the `warps` make each of them faster.
 
-def more_warps(rows: int, sms: int, warps: int, each: int, fixed: int) -> bool:
-    """Whether rows are so few that twice the warps make each faster. each: elements of a thread; fixed: how many of them
-    cost a warp what it does once for a row, for its sums.
-
-    Twice the warps save half of the instructions for elements, PACE cycles each since few other warps fill the gaps, and
-    repeat those for sums, a cycle each of one of four schedulers that all rows of a multiprocessor share."""
-    return rows / max(1, sms) * warps / 4 * fixed < PACE * each / 2
+    saved: how many elements fewer a thread then has, PACE cycles each. fixed: how many elements cost a warp what it
+    does once for a row, for its sums: twice the warps repeat that, a cycle each of one of the four schedulers that all
+    rows of a multiprocessor share."""
+    return rows / max(1, sms) * warps / 4 * fixed < PACE * saved
 
 
 def dense(x: Tensor | None) -> Tensor | None:

@@ -17,10 +17,10 @@ from torch import Tensor
 from tilesmith.device.gluon import cluster as cluster_gluon
 from tilesmith.device.gluon.rows import LINE, MOST_PARTS, ctas_of_row, optimization_barrier, pack, unpack_fp32
 from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
-from tilesmith.device.rows import AT_ONCE, more_warps
+from tilesmith.device.rows import more_warps
 from tilesmith.engine import cdiv, next_power_of_2
-from tilesmith.hardware.detect import arch_of
 
+UNIT = 16  # columns of which rows have multiples: 16-byte loads of any dtype then end where a row does
 _LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(cluster_gluon.HEAD)
 
 
@@ -33,18 +33,19 @@ def columns(part, chunk: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def load_part(row_ptr, part, cols, CHUNKS: gl.constexpr, EVEN: gl.constexpr, BEYOND: gl.constexpr = 0):
+def load_part(row_ptr, part, cols, CHUNKS: gl.constexpr, WHOLE: gl.constexpr, BEYOND: gl.constexpr = 0):
     """Load all chunks of a part of a row."""
-    return load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN, BEYOND)
+    return load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, WHOLE, BEYOND)
 
 
 @gluon.jit
 def load_chunks(
-    chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.constexpr, EVEN: gl.constexpr,
+    chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.constexpr, WHOLE: gl.constexpr,
     BEYOND: gl.constexpr = 0,
 ):  # fmt: skip
     """Load further chunks of a part of a row until there are NUMBER of them, or all, as `chunk_fp32` takes them: 16-bit
-    values packed two per word, and the word BEYOND past the last column. The loads are issued here, in this order."""
+    values packed two per word, and the word BEYOND past the last column. The first WHOLE chunks of each part lie before
+    it. The loads are issued here, in this order."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     PER_WORD: gl.constexpr = 32 // row_ptr.dtype.element_ty.primitive_bitwidth
     WORDS: gl.constexpr = gl.BlockedLayout([8 // PER_WORD], [32], [gl.num_warps()], [0])
@@ -52,32 +53,11 @@ def load_chunks(
         row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
     for c in gl.static_range(len(chunks), NUMBER if NUMBER < CHUNKS else CHUNKS):
         word = (part * CHUNKS + c) * (WIDTH // PER_WORD) + gl.arange(0, WIDTH // PER_WORD, WORDS)
-        if EVEN:
+        if c < WHOLE:
             chunks += (gl.load(row_ptr + word),)
         else:
             chunks += (gl.load(row_ptr + word, mask=word < cols // PER_WORD, other=BEYOND),)
     return chunks
-
-
-@gluon.constexpr_function
-def _places(width, each):
-    """How many neighbours of `each` cover `width`, up to a power of two."""
-    return 1 << ((width + each - 1) // each - 1).bit_length()
-
-
-@gluon.jit
-def prefetch_part(ptr, part, cols, CHUNKS: gl.constexpr):
-    """Ask the L2 cache for a part of a vector that `load_chunks` loads later; nothing of None. ptxas puts loads off until
-    just before what keeps it from it, a barrier, to save registers; this takes none."""
-    if ptr is not None:
-        EACH: gl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-        WIDTH: gl.constexpr = CHUNKS * gl.num_warps() * _LINE
-        LINES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        at = part * WIDTH + gl.arange(0, _places(WIDTH, EACH), LINES) * EACH
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(ptr + gl.minimum(at, cols - 1)).to(gl.int64)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -112,8 +92,8 @@ def pack_lines(lines, dtype: gl.constexpr):
 
 @gluon.jit
 def before_end(part, chunk: gl.constexpr, cols, CHUNKS: gl.constexpr):
-    """Which values of a chunk lie before the last column, int1 [warps, LINE]. cols is a multiple of 8: the neighbours of
-    a thread share one comparison."""
+    """Which values of a chunk lie before the last column, int1 [warps, LINE]. cols is a multiple of 8: the neighbours
+    of a thread share one comparison."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     group = gl.arange(0, WIDTH, LANES) // 8
@@ -248,25 +228,31 @@ def held_config(cols: int, size: int, chunks: int, num_warps: int, max_registers
     return HeldConfig(chunks, num_warps, max_registers if size <= 2 else 0)
 
 
-def one_cta_config(dims: Mapping[str, int], arch: Any, size: int, most: int) -> HeldConfig:
-    """A configuration by which one CTA holds a row, of as few warps as hold it by up to `most` chunks of 16-bit values,
-    half as many of 32-bit ones; of more where rows are few (`spread`)."""
-    lines, most = cdiv(dims["cols"], LINE), max(1, most * 2 // size)
-    warps = next_power_of_2(cdiv(lines, most))
-    return spread(HeldConfig(cdiv(lines, warps), warps, 0), dims, arch)
+# of 16-bit values that a thread holds: 64. With more, layer norm takes so many registers that few CTAs fit.
+MOST_CHUNKS = 8
 
 
-def spread(config: HeldConfig, dims: Mapping[str, int], arch: Any) -> HeldConfig:
-    """`config`, or where a CTA holds each of a few rows, more warps with fewer chunks."""
-    lines = cdiv(dims["cols"], LINE)
-    while (
-        held_parts(dims["cols"], config) == 1
-        and config.chunks > 1
-        and config.num_warps < 16
-        and more_warps(dims["rows"], arch.sms, config.num_warps, 8 * config.chunks, fixed=16)
-    ):
-        config = HeldConfig(cdiv(lines, 2 * config.num_warps), 2 * config.num_warps, 0)
-    return config
+def fewer_lines(cols: int) -> bool:
+    """Whether lines of LINE columns leave fewer lanes idle than a tile whose width is a power of two; up to 8,192
+    columns, which one CTA holds."""
+    return cols < 8192 and cdiv(cols, LINE) * LINE < next_power_of_2(cols)
+
+
+def one_cta_config(dims: Mapping[str, int], arch: Any, size: int) -> HeldConfig:
+    """A configuration by which one CTA holds a row, of values of `size` bytes.
+
+    Of as few warps as hold it by MOST_CHUNKS chunks of 16-bit values each, half as many of 32-bit ones: fewer warps
+    leave no more lanes idle, and repeat what each does once for a row less often. Where rows are few, of more warps
+    with fewer chunks (`device.rows.more_warps`). Figures: docs/log/norms.md, docs/log/softmax.md."""
+    lines, warps = cdiv(dims["cols"], LINE), 1
+    while cdiv(lines, warps) > MOST_CHUNKS * 2 // size:
+        warps *= 2
+    while warps < 16 and lines > warps:
+        saved = 8 * (cdiv(lines, warps) - cdiv(lines, 2 * warps))
+        if not more_warps(dims["rows"], arch.sms, warps, saved, fixed=16):
+            break
+        warps *= 2
+    return HeldConfig(cdiv(lines, warps), warps, 0)
 
 
 def held_parts(cols: int, config: HeldConfig) -> int:
@@ -278,11 +264,6 @@ def held_grid(x: Tensor, config: HeldConfig) -> tuple[int, int]:
     """(CTAs, parts) for the rows of x [M, N]."""
     parts = held_parts(x.shape[1], config)
     return x.shape[0] * parts, parts
-
-
-def at_once(x: Tensor, parts: int, config: HeldConfig) -> bool:
-    """Whether the device works on all rows of x [M, N] at once."""
-    return x.shape[0] * parts * config.num_warps <= AT_ONCE * arch_of(x.device).sms
 
 
 def held_tells(cols: int, config: HeldConfig) -> list[str]:
@@ -301,8 +282,9 @@ HELD_CHOICES = {"chunks": (2, 4, 8), "num_warps": (4, 8, 16), "max_registers": (
 
 def held_flags(cols: int, parts: int, config: HeldConfig) -> dict[str, Any]:
     """The constexpr and launch arguments of a kernel for rows of `cols` columns in `parts` parts."""
-    even = cols == parts * config.chunks * config.num_warps * LINE
-    flags = {"PARTS": parts, "CHUNKS": config.chunks, "EVEN": even, "num_warps": config.num_warps, "cluster": parts}
+    line = config.num_warps * LINE
+    whole = min(config.chunks, max(0, cols // line - (parts - 1) * config.chunks))  # of the last part, in all parts
+    flags = {"PARTS": parts, "CHUNKS": config.chunks, "WHOLE": whole, "num_warps": config.num_warps, "cluster": parts}
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
 
 

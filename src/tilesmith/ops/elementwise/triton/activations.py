@@ -18,13 +18,13 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 def _tile(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FLAT: tl.constexpr = False):
     """int64 rows and columns of this program's tile, and which of them exist. FLAT: there is one row, so that nothing
     is divided before the first load."""
-    program = tl.program_id(0).to(tl.int64)
-    across = tl.zeros([], tl.int64)
+    block = tl.program_id(0)
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
     if not FLAT:
         col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
-        across, program = program // col_blocks, program % col_blocks
-    row = across * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = program * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        row += (block // col_blocks).to(tl.int64) * BLOCK_ROWS
+        block = block % col_blocks
+    col = block.to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     return row, col, (row < num_rows) & (col < num_cols)
 
 
@@ -246,20 +246,24 @@ def _flat(config: StripConfig) -> GateConfig:
     return GateConfig(config.block_rows * config.block_cols, config.num_warps)
 
 
-def _dims(x: Tensor, *more: object) -> dict[str, int]:
-    return {"elements": x.numel(), "read": 1 + sum(isinstance(t, Tensor) for t in more)}
+def _dims(x: Tensor, *_: object) -> dict[str, int]:
+    return {"elements": x.numel()}
 
 
 def _default(dims, arch, dtype) -> GateConfig:
-    # Two loads of 16 bytes a thread at least, so that 2,048 threads of a multiprocessor ask for 64 KiB at once; where
-    # several tensors are read, one of each: with more, registers make ptxas put loads off until others are used up.
-    accesses = 1 if dims["read"] > 1 else 2
-    return GateConfig(block=128 * 16 // dtype.itemsize * accesses, num_warps=4)
+    # Two 16-byte accesses a thread for every tensor, all asked for before the first is used.
+    return GateConfig(block=128 * 32 // dtype.itemsize, num_warps=4)
 
 
-GATE_SPACE = Space(
-    default=_default, dims=_dims, choices={"block": (512, 1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)}
-)
+def _gradient_default(dims, arch, dtype) -> GateConfig:
+    # Four elements a thread: each is worked on for long, and few registers let more warps hide that (23 and 2,048
+    # threads of a multiprocessor for swiglu's; by 16 elements 46 and 1,280). Figures: docs/log/elementwise.md.
+    return GateConfig(block=4 * 4 * max(arch.warp, 16), num_warps=4)
+
+
+GATE_CHOICES = {"block": (512, 1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)}
+GATE_SPACE = Space(default=_default, dims=_dims, choices=GATE_CHOICES)
+GRADIENT_SPACE = Space(default=_gradient_default, dims=_dims, choices=GATE_CHOICES)
 
 
 def _strip_default(dims, arch, dtype) -> StripConfig:
@@ -308,7 +312,7 @@ def silu(x: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("silu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def silu_vjp(dout: Tensor, x: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, "silu", (True, False), config)[0]
 
@@ -320,7 +324,7 @@ def gelu(x: Tensor, approximate: str = "none", *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("gelu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def gelu_vjp(dout: Tensor, x: Tensor, approximate: str, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, _gelu_name(approximate, x), (True, False), config)[0]
 
@@ -332,7 +336,7 @@ def swiglu(gate: Tensor, up: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("swiglu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def swiglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool], *, config: GateConfig
 ) -> tuple[Tensor, Tensor]:
@@ -346,7 +350,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh", *, config: GateCo
 
 
 @register_kernel("geglu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def geglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool], *, config: GateConfig
 ) -> tuple[Tensor, Tensor]:
@@ -360,7 +364,7 @@ def sigmoid(x: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("sigmoid_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def sigmoid_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, out, None, "of_sigmoid", (True, False), config)[0]
 
@@ -372,7 +376,7 @@ def relu_squared(x: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("relu_squared_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def relu_squared_vjp(dout: Tensor, x: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, "relu_squared", (True, False), config)[0]
 
@@ -384,7 +388,7 @@ def add_relu(x: Tensor, y: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("add_relu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def add_relu_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, out, None, "of_relu", (True, False), config)[0]
 

@@ -37,14 +37,15 @@ from tilesmith.device.gluon.rows import (
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     LINE,
+    UNIT,
     HeldConfig,
-    at_once,
     before_end,
     chunk_fp32,
     chunk_fp32_again,
     columns,
     columns_of_warps,
     exchange,
+    fewer_lines,
     flatten_lines,
     held_config,
     held_fit,
@@ -57,15 +58,13 @@ from tilesmith.device.gluon.rows_held import (
     open_exchange,
     own_columns,
     pack_lines,
-    prefetch_part,
     row_pointer,
-    spread,
 )
 from tilesmith.device.gluon.shim import fence_async, gl, gluon, mbarrier_wait, mbarriers
 from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_values, rows
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.device.triton.philox import load_key
-from tilesmith.engine import Space, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
+from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
     Norm,
     NormGradient,
@@ -115,9 +114,9 @@ def vector_again(vector, ptr, WIDTH: gl.constexpr):
 def norm_fwd_parts_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     cols, x_stride, residual_stride, eps, offset,
-    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
-    AHEAD: gl.constexpr, EARLY: gl.constexpr = False, seed_ptr=None, drop_below=None, keep_scale=None,
-    SHORT: gl.constexpr = True, RARE: gl.constexpr = True,
+    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr,
+    AHEAD: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
+    RARE: gl.constexpr = True,
 ):  # fmt: skip
     """y (and s) of a part of a row, once the CTA has the partial sums of the rest of its cluster. With seed_ptr, x is
     dropped out before the residual is added; the random bits do not depend on x and are generated while it is in
@@ -125,25 +124,16 @@ def norm_fwd_parts_kernel(
 
     CENTER: the sums are of differences from the mean of a warp's first columns. They lose no precision where the mean
     is far from 0, nor, since that is a mean of many values, where one value is. AHEAD: how many chunks of weight and
-    bias are loaded ahead. EARLY: all are, before the row's sums; they take registers, but a row waits for memory once.
+    bias are loaded ahead.
     """
     row, part = (gl.program_id(0) // PARTS).to(gl.int64), gl.program_id(0) % PARTS
     NORMED: gl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     room = open_exchange(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
-    if EARLY:
-        prefetch_part(weight_ptr, part, cols, CHUNKS)
-        prefetch_part(bias_ptr, part, cols, CHUNKS)
-    parts = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
-    weights, biases = (), ()
+    parts = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, WHOLE)
     if s_ptr is not None:
-        residual = load_part(row_pointer(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
-    if EARLY and weight_ptr is not None:
-        weights = load_part(weight_ptr, part, cols, CHUNKS, EVEN)
-    if EARLY and bias_ptr is not None:
-        biases = load_part(bias_ptr, part, cols, CHUNKS, EVEN)
-    if s_ptr is not None:
+        residual = load_part(row_pointer(residual_ptr, row, residual_stride), part, cols, CHUNKS, WHOLE)
         sums, drawn = (), ()
         if seed_ptr is not None:
             for c in gl.static_range(CHUNKS):
@@ -158,26 +148,27 @@ def norm_fwd_parts_kernel(
                 s *= keep_scale
             s += chunk_fp32(residual[c], residual_ptr.dtype.element_ty)
             col = columns(part, c, CHUNKS)
-            gl.store(s_ptr + row * cols + col, flatten_lines(s).to(NORMED), mask=None if EVEN else col < cols)
+            gl.store(s_ptr + row * cols + col, flatten_lines(s).to(NORMED), mask=None if c < WHOLE else col < cols)
             sums += (pack_lines(s, NORMED),)
         parts = sums
     squares = gl.zeros_like(chunk_fp32(parts[0], NORMED))
     total = squares
     own, first_own = own_columns(part, cols, CHUNKS)
-    each_first = 1.0 / LINES if EVEN else 1.0 / gl.maximum(first_own, 1).to(gl.float32)
+    each_first = 1.0 / LINES if WHOLE > 0 else 1.0 / gl.maximum(first_own, 1).to(gl.float32)
     pivot = gl.expand_dims(gl.sum(chunk_fp32(parts[0], NORMED), 1), 1) * each_first
     for c in gl.static_range(CHUNKS):
         value = chunk_fp32(parts[c], NORMED)
         if CENTER:
             value -= pivot
-            if not EVEN:
+            if c >= WHOLE:
                 value = gl.where(before_end(part, c, cols, CHUNKS), value, 0.0)
             total += value
         squares += value * value
+    weights, biases = (), ()
     if weight_ptr is not None:
-        weights = load_chunks(weights, weight_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+        weights = load_chunks(weights, weight_ptr, part, cols, AHEAD, CHUNKS, WHOLE)
     if bias_ptr is not None:
-        biases = load_chunks(biases, bias_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+        biases = load_chunks(biases, bias_ptr, part, cols, AHEAD, CHUNKS, WHOLE)
     found = gl.sum(squares, 1)
     each_col = 1.0 / cols
     if CENTER:
@@ -196,9 +187,9 @@ def norm_fwd_parts_kernel(
             gl.store(mean_ptr + row, mean)
     for c in gl.static_range(CHUNKS):
         if weight_ptr is not None:
-            weights = load_chunks(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+            weights = load_chunks(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, WHOLE)
         if bias_ptr is not None:
-            biases = load_chunks(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+            biases = load_chunks(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, WHOLE)
         value = chunk_fp32_again(parts[c], NORMED)
         if CENTER:
             value -= mean
@@ -216,7 +207,9 @@ def norm_fwd_parts_kernel(
             value += chunk_fp32(biases[c], bias_ptr.dtype.element_ty)
         col = columns(part, c, CHUNKS)
         gl.store(
-            y_ptr + row * cols + col, flatten_lines(value).to(y_ptr.dtype.element_ty), mask=None if EVEN else col < cols
+            y_ptr + row * cols + col,
+            flatten_lines(value).to(y_ptr.dtype.element_ty),
+            mask=None if c < WHOLE else col < cols,
         )
 
 
@@ -343,7 +336,6 @@ def forward(norm: Norm, config: HeldConfig) -> tuple[Tensor | None, ...]:
             norm_fwd_parts_kernel, (ctas,), x, residual, weight, bias, y, s, mean, rstd,
             cols, x_stride, residual_stride, norm.eps, norm.offset or None,
             CENTER=norm.center, LLAMA=norm.llama, AHEAD=1 if config.num_warps >= 16 else 2,
-            EARLY=at_once(x, parts, config),
             **held_flags(cols, parts, config), **dropout,
         )  # fmt: skip
     return outputs
@@ -429,13 +421,9 @@ def backward_tells(call, *, config: PartsConfig) -> list[str]:
 
 def _reasons(call: Any) -> list[str]:
     cols, added = call.x.cols, hasattr(call, "residual")
-    # Triton's tiles are a power of two wide: other rows leave lanes idle
-    if cols < 8192 and cols != next_power_of_2(cols):
+    if not added and fewer_lines(cols):
         return rows_refused(call, cols, 512, UNIT)
     return rows_refused(call, cols, 2048 if hasattr(call, "bias") else 16_384 if added else 32_768)
-
-
-UNIT = 16  # columns: so many loads of 16 bytes are known to be whole
 
 
 def _vjp_reasons(call: Any) -> list[str]:
@@ -465,8 +453,8 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
     copy rate from 2,560 to 32,768 columns. Wider rows are for hopper_persistent. More figures: docs/log/norms.md."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
-    if cols <= 2048:
-        return one_cta_config(dims, arch, size, 4 if added else 6)
+    if not added and fewer_lines(cols):
+        return one_cta_config(dims, arch, size)
     if cols <= 4096:
         chunks, warps, registers = (4, 4, 0) if added else (4, 4, 64) if cols > 3072 else (6, 2, 80)
     elif cols <= 8192:
@@ -475,7 +463,7 @@ def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldCo
         chunks, warps, registers = 4, 16, 64
     else:
         chunks, warps, registers = (8, 8, 80) if center or cols > 65_536 else (8, 4, 80)
-    return spread(held_config(cols, size, chunks, warps, registers), dims, arch)
+    return held_config(cols, size, chunks, warps, registers)
 
 
 def backward_default(

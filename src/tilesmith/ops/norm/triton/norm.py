@@ -6,10 +6,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.device.rows import AT_ONCE, dense, empty_row_values, empty_rows, more_warps, row_order, row_steps, row_values, rows
+from tilesmith.device.rows import (
+    AT_ONCE,
+    dense,
+    empty_row_values,
+    empty_rows,
+    more_warps,
+    row_order,
+    row_steps,
+    row_values,
+    rows,
+)
 from tilesmith.device.triton.column_sums import add_partials, partial_rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
-from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.norm.arguments import (
     Norm,
     NormGradient,
@@ -125,11 +134,7 @@ def forward(norm: Norm, config: ForwardConfig, statistics: bool = True, **dropou
         if not plan.in_registers:
             launch(norm_fwd_wide_kernel, (count,), *tensors, *numbers, STAGES=config.num_stages, **flags)
         else:
-            programs = cdiv(count, block_rows)
-            arch = arch_of(x.device)
-            early = programs * config.num_warps <= AT_ONCE * arch.sms
-            flags |= {"EARLY": early, "PREFETCH": early and arch.kind == "cuda"}
-            launch(norm_fwd_kernel, (programs,), *tensors, *numbers, BLOCK_ROWS=block_rows, **flags)
+            launch(norm_fwd_kernel, (cdiv(count, block_rows),), *tensors, *numbers, BLOCK_ROWS=block_rows, **flags)
     return y, s, mean, rstd
 
 
@@ -242,21 +247,30 @@ def forward_default(
     """16 elements a thread (`each` up to 1,024 columns), 32 of wide rows, whole rows in registers: 0.96 to 0.99 of the
     copy rate (H200, bf16, 256 MB). Rows of `swept_from` columns, and those that leave more than `most_idle` of the
     lanes idle, are swept twice, 8 elements a thread, in blocks that leave few lanes idle: rms norm then reaches 0.98 to
-    1.00 up to 32,768 columns. So few rows that all are worked on at once are held, 16 elements a thread at most."""
+    1.00 up to 32,768 columns."""
     lanes, cols = max(arch.warp, 16), dims["cols"]
     width = next_power_of_2(cols)
-    few = width <= 16_384 and dims["rows"] * (width // 16 // lanes) <= AT_ONCE * arch.sms
-    if cols <= 2048 or few or (cols < swept_from and cols >= (1 - most_idle) * width):
-        tile = max(width, 1024 if few else _narrowed(2048, dims, max(arch.sms, 1)))
-        each = each if cols <= 1024 else 16 if few or tile <= 4096 else 32
-        warps, programs = max(1, tile // each // lanes), cdiv(dims["rows"], tile // width)
-        while 8 * lanes * warps < tile and more_warps(programs, arch.sms, warps, tile // lanes // warps, fixed=10):
-            warps *= 2
-        return ForwardConfig(tile, 0, warps, 1)
+    if cols <= 2048 or (cols < swept_from and cols >= (1 - most_idle) * width):
+        tile = max(width, _narrowed(2048, dims, max(arch.sms, 1)))
+        each = each if cols <= 1024 else 16 if tile <= 4096 else 32
+        return ForwardConfig(tile, 0, max(1, tile // each // lanes), 1)
     widest = min(8192 if cols > 16_384 else 4096, cols // 2)
     fits = [b for b in (8192, 4096, 2048) if b <= widest and -cols % b * 16 <= cols]
     block_cols = fits[0] if fits else 1024
     return ForwardConfig(block_cols, block_cols, block_cols // 8 // lanes, 1)
+
+
+def few_rows(dims: Mapping[str, int], arch: Any) -> ForwardConfig | None:
+    """A default for so few rows that a GPU works on all of them at once: none of them waits for others, and each is
+    held, by 16 elements a thread or less (`device.rows.more_warps`). None for more rows. Figures: docs/log/norms.md."""
+    lanes, width = max(arch.warp, 16), next_power_of_2(dims["cols"])
+    if width > 16_384 or dims["rows"] * (width // 16 // lanes) > AT_ONCE * arch.sms:
+        return None
+    tile = max(width, 1024)
+    warps, programs = max(1, tile // 16 // lanes), cdiv(dims["rows"], tile // width)
+    while 8 * lanes * warps < tile and more_warps(programs, arch.sms, warps, tile // lanes // warps // 2, fixed=10):
+        warps *= 2
+    return ForwardConfig(tile, 0, warps, 1)
 
 
 def backward_default(dims: Mapping[str, int], arch: Any, center: bool, three: bool = False) -> BackwardConfig:
@@ -319,7 +333,7 @@ BACKWARD_CHOICES = {
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norm_dims(x, x, weight),
-        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=4096),
+        default=lambda dims, arch, dtype: few_rows(dims, arch) or forward_default(dims, arch, swept_from=4096),
         choices=FORWARD_CHOICES,
     )
 )
@@ -364,7 +378,9 @@ def rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
         dims=lambda x, weight, bias, eps: norm_dims(x, x, weight, bias),
         # fewer warps, which wait for each other twice: 128 columns 131 us (16 elements a thread: 136), 512 67 (70); not
         # at 2,048, 67.5 (65.9)
-        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=16_384, most_idle=0.25, each=32),
+        default=lambda dims, arch, dtype: (
+            few_rows(dims, arch) or forward_default(dims, arch, swept_from=16_384, most_idle=0.25, each=32)
+        ),
         choices=FORWARD_CHOICES,
     )
 )

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from tilesmith.device.triton.dropout import keep_block, keep_or_0, keep_tile
 from tilesmith.device.triton.philox import load_key
-from tilesmith.device.triton.prefetch import prefetch_vector
 
 # Pointers that are None stand for tensors that a call does not have; Triton compiles a variant without them.
 # Outputs are packed: the stride of their rows is `cols`. With seed_ptr x is dropped out before the residual is added.
@@ -45,46 +44,27 @@ def _rounded_rstd(mean_square, eps, y_ptr):
 
 
 @triton.jit
-def _loaded(ptr, lane, inside):
-    """weight or bias for a row of lanes; 0 without one."""
-    if ptr is None:
-        return 0.0
-    else:
-        return tl.load(ptr + lane, mask=inside, other=0.0, eviction_policy="evict_last")
-
-
-@triton.jit
-def _factor_of(loaded, weight_ptr, y_ptr, offset, LLAMA: tl.constexpr):
-    """What was loaded of weight, plus offset, rounded as casting="llama" of the reference rounds it; 1 without one."""
+def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
+    """weight + offset for a row of lanes, rounded as casting="llama" of the reference rounds it; 1 without a weight."""
     if weight_ptr is None:
         return 1.0
     else:
-        weight = loaded.to(tl.float32) + offset
+        weight = (
+            tl.load(weight_ptr + lane, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32) + offset
+        )
         if LLAMA and weight_ptr.dtype == y_ptr.dtype:
             weight = _round(weight, weight_ptr)
-        return weight[None, :] if len(weight.shape) == 1 else weight
-
-
-@triton.jit
-def _shift_of(loaded, bias_ptr):
-    """What was loaded of bias; 0 without one."""
-    if bias_ptr is None:
-        return 0.0
-    else:
-        bias = loaded.to(tl.float32)
-        return bias[None, :] if len(bias.shape) == 1 else bias
-
-
-@triton.jit
-def _factor(weight_ptr, y_ptr, lane, inside, offset, LLAMA: tl.constexpr):
-    """weight + offset for a row of lanes (`_factor_of`)."""
-    return _factor_of(_loaded(weight_ptr, lane, inside), weight_ptr, y_ptr, offset, LLAMA)
+        return weight[None, :] if len(lane.shape) == 1 else weight
 
 
 @triton.jit
 def _shift(bias_ptr, lane, inside):
-    """bias for a row of lanes (`_shift_of`)."""
-    return _shift_of(_loaded(bias_ptr, lane, inside), bias_ptr)
+    """bias for a row of lanes; 0 without one."""
+    if bias_ptr is None:
+        return 0.0
+    else:
+        bias = tl.load(bias_ptr + lane, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        return bias[None, :] if len(lane.shape) == 1 else bias
 
 
 @triton.jit
@@ -101,17 +81,11 @@ def norm_fwd_kernel(
     rows, cols, x_stride, residual_stride, eps, offset,
     CENTER: tl.constexpr, LLAMA: tl.constexpr, EVEN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     seed_ptr=None, drop_below=None, keep_scale=None, LANES: tl.constexpr = 1, SHORT: tl.constexpr = True,
-    HEADS: tl.constexpr = None, INNER: tl.constexpr = 1, ROUNDED: tl.constexpr = False, EARLY: tl.constexpr = False,
-    PREFETCH: tl.constexpr = False,
+    HEADS: tl.constexpr = None, INNER: tl.constexpr = 1, ROUNDED: tl.constexpr = False,
 ):  # fmt: skip
     """A tile of whole rows, read once and held in registers. CENTER: layer norm, else RMS norm. EVEN: cols ==
     BLOCK_COLS. HEADS: each has a weight of its own, [HEADS, cols]; INNER: rows between two neighbouring heads. ROUNDED:
-    casting="none", with LLAMA. EARLY: weight and bias are loaded before anything is reduced; they take registers,
-    but a program waits for memory once. PREFETCH: and the L2 cache is asked for them before that."""
-    if PREFETCH:
-        if HEADS is None:
-            prefetch_vector(weight_ptr, cols, BLOCK_COLS)
-        prefetch_vector(bias_ptr, cols, BLOCK_COLS)
+    casting="none", with LLAMA."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
     lane = tl.arange(0, BLOCK_COLS)
@@ -124,13 +98,6 @@ def norm_fwd_kernel(
         residual = tl.load(
             residual_ptr + first * residual_stride + (row * residual_stride + col), mask=inside, other=0.0
         )
-    factor_at, factor_inside = lane, lane_inside
-    if HEADS is not None:
-        factor_at, factor_inside = (first + row) // INNER % HEADS * cols + col, inside
-    if EARLY:
-        weight = _loaded(weight_ptr, factor_at, factor_inside)
-        bias = _loaded(bias_ptr, lane, lane_inside)
-    if residual_ptr is not None:
         if seed_ptr is not None:
             key = load_key(seed_ptr)
             keep = keep_tile(key, (first + row) * cols, drop_below, BLOCK_COLS, LANES, SHORT)
@@ -149,11 +116,13 @@ def norm_fwd_kernel(
         rstd = tl.rsqrt(_mean(tl.sum(x * x, 1, keep_dims=True), cols) + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + first + row, rstd, mask=row_inside)
-    if not EARLY:
-        # before the reductions they would take registers (layer norm of 8,192 columns: 40 % slower)
-        weight = _loaded(weight_ptr, factor_at, factor_inside)
-        bias = _loaded(bias_ptr, lane, lane_inside)
-    weight, bias = _factor_of(weight, weight_ptr, y_ptr, offset, LLAMA), _shift_of(bias, bias_ptr)
+    # loaded only now: before the reductions they would take registers (layer norm of 8,192 columns: 40 % slower)
+    if HEADS is None:
+        weight = _factor(weight_ptr, y_ptr, lane, lane_inside, offset, LLAMA)
+    else:
+        head = (first + row) // INNER % HEADS
+        weight = _factor(weight_ptr, y_ptr, head * cols + col, inside, offset, LLAMA)
+    bias = _shift(bias_ptr, lane, lane_inside)
     y = _scale(x * rstd, weight, bias, y_ptr, LLAMA)
     tl.store(y_ptr + first * cols + (row * cols + col), y, mask=inside)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.device.dropout import dropout_flags, kernel_numbers, kernel_seed
-from tilesmith.device.rows import AT_ONCE, empty_rows, more_warps, row_order, row_steps, rows
+from tilesmith.device.rows import empty_rows, row_order, row_steps, rows
 from tilesmith.device.triton.dropout import keep_block, keep_or_0, keep_tile
 from tilesmith.device.triton.philox import load_key
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed, releases
@@ -432,16 +432,11 @@ def _default(dims: Mapping[str, int], arch: Any, tensors: int) -> SoftmaxConfig:
     if "causal" in dims and 1024 < cols <= 16_384:
         block_cols = max(512, width // 4)
         return SoftmaxConfig(block_cols, block_cols, max(1, block_cols * tensors // (2 * each) // lanes), 0)
-    few = width <= 8192 and dims["rows"] * (width // 16 // lanes) <= AT_ONCE * arch.sms
-    if cols <= 2048 or few or (cols <= 8192 and 4 * cols > 3 * width):
-        while tile > 1024 and (few or dims["rows"] * cols < tile * max(arch.sms, 1)):
+    if cols <= 2048 or (cols <= 8192 and 4 * cols > 3 * width):
+        while tile > 1024 and dims["rows"] * cols < tile * max(arch.sms, 1):
             tile //= 2
         tile = max(width, tile)
-        warps, programs = tile // (32 if tile > 4096 and tensors == 1 else 16) // lanes, cdiv(dims["rows"], tile // width)
-        warps = max(1, warps)
-        while 8 * lanes * warps < tile and more_warps(programs, arch.sms, warps, tile // lanes // warps, fixed=12):
-            warps *= 2
-        return SoftmaxConfig(tile, 0, warps, 0)
+        return SoftmaxConfig(tile, 0, max(1, tile // (32 if tile > 4096 and tensors == 1 else 16) // lanes), 0)
     row = tensors * cols * dims["bytes"]
     if row >= 2**16:
         block_cols = 1024 * each * (4 if row > 2**17 else 2 // tensors)
