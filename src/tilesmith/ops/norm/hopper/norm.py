@@ -449,8 +449,9 @@ def row_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldConfig:
-    """A default for the forward: chunks, warps and registers by the width of a row. H200, bf16: 0.93 to 0.99 of the
-    copy rate from 2,560 to 32,768 columns. Wider rows are for hopper_persistent. More figures: docs/log/norms.md."""
+    """A default for the forward: chunks, warps and registers by the width of a row; by `one_cta_config` where Triton's
+    tiles leave more lanes idle. H200, bf16: 0.93 to 0.99 of the copy rate up to 32,768 columns. Wider rows are for
+    hopper_persistent. More figures: docs/log/norms.md."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
     if not added and fewer_lines(cols):

@@ -191,7 +191,8 @@ def rows_refused(call: Any, read: Any, more_than: int, unit: int = LINE) -> list
     return reasons or cluster_refused(read.device, read.cols)
 
 
-FORWARD_ABOVE, BACKWARD_ABOVE = 4096, 4096  # columns; up to there Triton's kernels are as fast
+# columns; up to there Triton's kernels are as fast, unless their tiles leave lanes idle
+FORWARD_ABOVE, BACKWARD_ABOVE = 4096, 4096
 
 
 def row_dims(*read: Tensor) -> dict[str, int]:
