@@ -421,9 +421,10 @@ def backward_tells(call, *, config: PartsConfig) -> list[str]:
 
 def _reasons(call: Any) -> list[str]:
     cols, added = call.x.cols, hasattr(call, "residual")
+    center = hasattr(call, "bias")
     if not added and fewer_lines(cols):
-        return rows_refused(call, cols, 512, UNIT)
-    return rows_refused(call, cols, 2048 if hasattr(call, "bias") else 16_384 if added else 32_768)
+        return rows_refused(call, cols, 512 if center else 1024, UNIT)
+    return rows_refused(call, cols, 2048 if center else 16_384 if added else 32_768)
 
 
 def _vjp_reasons(call: Any) -> list[str]:

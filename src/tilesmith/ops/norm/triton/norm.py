@@ -333,7 +333,10 @@ BACKWARD_CHOICES = {
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norm_dims(x, x, weight),
-        default=lambda dims, arch, dtype: few_rows(dims, arch) or forward_default(dims, arch, swept_from=4096),
+        # few rows are held where many would be swept; others are held anyway
+        default=lambda dims, arch, dtype: (
+            (few_rows(dims, arch) if dims["cols"] >= 4096 else None) or forward_default(dims, arch, swept_from=4096)
+        ),
         choices=FORWARD_CHOICES,
     )
 )
