@@ -7,6 +7,18 @@ import math
 import torch
 from torch import Tensor
 
+AT_ONCE = 32  # warps that a multiprocessor holds with 64 registers a thread
+PACE = 3.0  # cycles from an instruction of a warp to its next one, where few other warps fill the gap
+
+
+def more_warps(rows: int, sms: int, warps: int, saved: int, fixed: int) -> bool:
+    """Whether rows are so few that twice the `warps` make each of them faster.
+
+    saved: how many elements fewer a thread then has, PACE cycles each. fixed: how many elements cost a warp what it
+    does once for a row, for its sums: twice the warps repeat that, a cycle each of one of the four schedulers that all
+    rows of a multiprocessor share."""
+    return rows / max(1, sms) * warps / 4 * fixed < PACE * saved
+
 
 def dense(x: Tensor | None) -> Tensor | None:
     """x, or a copy of it without gaps: a vector may be a column of something larger. None of None."""

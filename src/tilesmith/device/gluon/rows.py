@@ -284,13 +284,13 @@ def cluster_refused(device: torch.device, cols: int) -> list[str]:
 WIDEST = MOST_PARTS * 8192
 
 
-def width_refused(cols: int, more_than: int) -> list[str]:
-    """Why kernels that split rows over a cluster do not serve rows of `cols` columns. Triton's kernels are as fast up
-    to `more_than` columns."""
-    if more_than < cols <= WIDEST and cols % LINE == 0:
+def width_refused(cols: int, more_than: int, unit: int = LINE) -> list[str]:
+    """Why kernels that split rows over a cluster do not serve rows of `cols` columns, multiples of `unit`. Triton's
+    kernels are as fast up to `more_than` columns."""
+    if more_than < cols <= WIDEST and cols % unit == 0:
         return []
     return [
-        f"rows have {cols} columns; multiples of {LINE} above {more_than}, where Triton's kernels are slower, and up "
+        f"rows have {cols} columns; multiples of {unit} above {more_than}, where Triton's kernels are slower, and up "
         f"to {WIDEST} are supported"
     ]
 

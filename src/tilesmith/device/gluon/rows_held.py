@@ -17,8 +17,10 @@ from torch import Tensor
 from tilesmith.device.gluon import cluster as cluster_gluon
 from tilesmith.device.gluon.rows import LINE, MOST_PARTS, ctas_of_row, optimization_barrier, pack, unpack_fp32
 from tilesmith.device.gluon.shim import gl, gluon, reserve_smem
-from tilesmith.engine import cdiv
+from tilesmith.device.rows import more_warps
+from tilesmith.engine import cdiv, next_power_of_2
 
+UNIT = 16  # columns of which rows have multiples: 16-byte loads of any dtype then end where a row does
 _LINE, _HEAD = gl.constexpr(LINE), gl.constexpr(cluster_gluon.HEAD)
 
 
@@ -31,18 +33,19 @@ def columns(part, chunk: gl.constexpr, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def load_part(row_ptr, part, cols, CHUNKS: gl.constexpr, EVEN: gl.constexpr):
+def load_part(row_ptr, part, cols, CHUNKS: gl.constexpr, WHOLE: gl.constexpr, BEYOND: gl.constexpr = 0):
     """Load all chunks of a part of a row."""
-    return load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN)
+    return load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, WHOLE, BEYOND)
 
 
 @gluon.jit
 def load_chunks(
-    chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.constexpr, EVEN: gl.constexpr,
+    chunks, row_ptr, part, cols, NUMBER: gl.constexpr, CHUNKS: gl.constexpr, WHOLE: gl.constexpr,
     BEYOND: gl.constexpr = 0,
 ):  # fmt: skip
     """Load further chunks of a part of a row until there are NUMBER of them, or all, as `chunk_fp32` takes them: 16-bit
-    values packed two per word, and the word BEYOND past the last column. The loads are issued here, in this order."""
+    values packed two per word, and the word BEYOND past the last column. The first WHOLE chunks of each part lie before
+    it. The loads are issued here, in this order."""
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
     PER_WORD: gl.constexpr = 32 // row_ptr.dtype.element_ty.primitive_bitwidth
     WORDS: gl.constexpr = gl.BlockedLayout([8 // PER_WORD], [32], [gl.num_warps()], [0])
@@ -50,7 +53,7 @@ def load_chunks(
         row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
     for c in gl.static_range(len(chunks), NUMBER if NUMBER < CHUNKS else CHUNKS):
         word = (part * CHUNKS + c) * (WIDTH // PER_WORD) + gl.arange(0, WIDTH // PER_WORD, WORDS)
-        if EVEN:
+        if c < WHOLE:
             chunks += (gl.load(row_ptr + word),)
         else:
             chunks += (gl.load(row_ptr + word, mask=word < cols // PER_WORD, other=BEYOND),)
@@ -88,11 +91,31 @@ def pack_lines(lines, dtype: gl.constexpr):
 
 
 @gluon.jit
+def before_end(part, chunk: gl.constexpr, cols, CHUNKS: gl.constexpr):
+    """Which values of a chunk lie before the last column, int1 [warps, LINE]. cols is a multiple of 8: the neighbours
+    of a thread share one comparison."""
+    WIDTH: gl.constexpr = gl.num_warps() * _LINE
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    group = gl.arange(0, WIDTH, LANES) // 8
+    return gl.reshape(group < cols // 8 - (part * CHUNKS + chunk) * (WIDTH // 8), [gl.num_warps(), _LINE])
+
+
+@gluon.jit
 def warps_of_row(PARTS: gl.constexpr):
-    """The numbers of a row's warps, over all CTAs, and others beyond them: in the layout of what `exchange` returns."""
+    """The numbers of a row's warps, over all CTAs, and perhaps others beyond them: in the layout of what `exchange`
+    returns."""
     MOST: gl.constexpr = 1 if PARTS == 1 else 2 if PARTS == 2 else 4 if PARTS <= 4 else 8 if PARTS <= 8 else 16
-    EACH: gl.constexpr = max(1, MOST * gl.num_warps() // 32)
-    return gl.arange(0, 32 * EACH, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
+    NUMBER: gl.constexpr = max(2, MOST * gl.num_warps())
+    return gl.arange(0, NUMBER, gl.BlockedLayout([max(1, NUMBER // 32)], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def _columns_from(lines, cols, CHUNKS: gl.constexpr):
+    """How many columns a warp holds, behind whose first line's beginning `lines` whole lines of the row follow."""
+    WARPS: gl.constexpr = gl.num_warps()
+    whole = gl.minimum(gl.maximum((lines + (WARPS - 1)) // WARPS, 0), CHUNKS)
+    last = (lines >= 0) & (lines < CHUNKS * WARPS) & (lines % WARPS == 0)  # the line that is no whole one
+    return whole * _LINE + gl.where(last, cols % _LINE, 0)
 
 
 @gluon.jit
@@ -100,9 +123,16 @@ def columns_of_warps(cols, PARTS: gl.constexpr, CHUNKS: gl.constexpr):
     """How many columns each warp of a row holds, fp32."""
     WARPS: gl.constexpr = gl.num_warps()
     warp = warps_of_row(PARTS)
-    after_first = cols // _LINE - (warp // WARPS) * (CHUNKS * WARPS) - warp % WARPS
-    lines = gl.minimum(gl.maximum((after_first + WARPS - 1) // WARPS, 0), CHUNKS)
-    return gl.where(warp < PARTS * WARPS, lines * _LINE, 0).to(gl.float32)
+    lines = cols // _LINE - (warp // WARPS) * (CHUNKS * WARPS) - warp % WARPS
+    return gl.where(warp < PARTS * WARPS, _columns_from(lines, cols, CHUNKS), 0).to(gl.float32)
+
+
+@gluon.jit
+def own_columns(part, cols, CHUNKS: gl.constexpr):
+    """How many columns each warp of a part holds, and how many in its first chunk: two int32 [warps, 1]."""
+    lines = lines_after(part, cols, CHUNKS)
+    first = gl.minimum(gl.maximum(lines * _LINE + cols % _LINE, 0), _LINE)
+    return _columns_from(lines, cols, CHUNKS), first
 
 
 @gluon.jit
@@ -114,7 +144,8 @@ def warp_ids():
 
 @gluon.jit
 def lines_after(part, cols, CHUNKS: gl.constexpr):
-    """How many lines of a row begin at or after each warp's first line of a part, int32 [warps, 1]; may be below 1."""
+    """How many whole lines of a row begin at or after each warp's first line of a part, int32 [warps, 1]; may be below
+    1."""
     return cols // _LINE - part * (CHUNKS * gl.num_warps()) - gl.expand_dims(warp_ids(), 1)
 
 
@@ -197,6 +228,33 @@ def held_config(cols: int, size: int, chunks: int, num_warps: int, max_registers
     return HeldConfig(chunks, num_warps, max_registers if size <= 2 else 0)
 
 
+# of 16-bit values that a thread holds: 64. With more, layer norm takes so many registers that few CTAs fit.
+MOST_CHUNKS = 8
+
+
+def fewer_lines(cols: int) -> bool:
+    """Whether lines of LINE columns leave fewer lanes idle than a tile whose width is a power of two; up to 8,192
+    columns, which one CTA holds."""
+    return cols < 8192 and cdiv(cols, LINE) * LINE < next_power_of_2(cols)
+
+
+def one_cta_config(dims: Mapping[str, int], arch: Any, size: int) -> HeldConfig:
+    """A configuration by which one CTA holds a row, of values of `size` bytes.
+
+    Of as few warps as hold it by MOST_CHUNKS chunks of 16-bit values each, half as many of 32-bit ones: fewer warps
+    leave no more lanes idle, and repeat what each does once for a row less often. Where rows are few, of more warps
+    with fewer chunks (`device.rows.more_warps`). Figures: docs/log/norms.md, docs/log/softmax.md."""
+    lines, warps = cdiv(dims["cols"], LINE), 1
+    while cdiv(lines, warps) > MOST_CHUNKS * 2 // size:
+        warps *= 2
+    while warps < 16 and lines > warps:
+        saved = 8 * (cdiv(lines, warps) - cdiv(lines, 2 * warps))
+        if not more_warps(dims["rows"], arch.sms, warps, saved, fixed=16):
+            break
+        warps *= 2
+    return HeldConfig(cdiv(lines, warps), warps, 0)
+
+
 def held_parts(cols: int, config: HeldConfig) -> int:
     """How many CTAs hold a row of `cols` columns."""
     return cdiv(cols, config.chunks * config.num_warps * LINE)
@@ -224,8 +282,9 @@ HELD_CHOICES = {"chunks": (2, 4, 8), "num_warps": (4, 8, 16), "max_registers": (
 
 def held_flags(cols: int, parts: int, config: HeldConfig) -> dict[str, Any]:
     """The constexpr and launch arguments of a kernel for rows of `cols` columns in `parts` parts."""
-    even = cols == parts * config.chunks * config.num_warps * LINE
-    flags = {"PARTS": parts, "CHUNKS": config.chunks, "EVEN": even, "num_warps": config.num_warps, "cluster": parts}
+    line = config.num_warps * LINE
+    whole = min(config.chunks, max(0, cols // line - (parts - 1) * config.chunks))  # of the last part, in all parts
+    flags = {"PARTS": parts, "CHUNKS": config.chunks, "WHOLE": whole, "num_warps": config.num_warps, "cluster": parts}
     return {**flags, "maxnreg": config.max_registers} if config.max_registers else flags
 
 

@@ -15,23 +15,27 @@ from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kern
 
 
 @triton.jit
-def _tile(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """int64 rows and columns of this program's tile, and which of them exist."""
-    col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
-    program = tl.program_id(0).to(tl.int64)
-    row = (program // col_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = (program % col_blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+def _tile(num_rows, num_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FLAT: tl.constexpr = False):
+    """int64 rows and columns of this program's tile, and which of them exist. FLAT: there is one row, so that nothing
+    is divided before the first load."""
+    block = tl.program_id(0)
+    row = tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    if not FLAT:
+        col_blocks = tl.cdiv(num_cols, BLOCK_COLS)
+        row += (block // col_blocks).to(tl.int64) * BLOCK_ROWS
+        block = block % col_blocks
+    col = block.to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     return row, col, (row < num_rows) & (col < num_cols)
 
 
 @triton.jit
 def _gate_fwd_kernel(
     x_ptr, up_ptr, out_ptr, x_row, up_row, num_rows, num_cols,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """out = activation(x), times up where GATED; activation(x + up) where ADDED."""
-    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS, FLAT)
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
     if ADDED:
         x += tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
@@ -45,18 +49,21 @@ def _gate_fwd_kernel(
 def _gate_bwd_kernel(
     dout_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, dout_row, x_row, up_row, num_rows, num_cols,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, WANTS_DX: tl.constexpr, WANTS_DUP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """dx = dout activation'(x), times up where GATED; dup = dout activation(x)."""
-    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS)
+    """dx = dout activation'(x), times up where GATED; dup = dout activation(x). Everything is loaded before dup is
+    stored: what may be the same memory is not loaded ahead of a store, and a program would wait for memory twice."""
+    row, col, mask = _tile(num_rows, num_cols, BLOCK_ROWS, BLOCK_COLS, FLAT)
     x = tl.load(x_ptr + row * x_row + col, mask=mask, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + row * dout_row + col, mask=mask, other=0.0).to(tl.float32)
+    if GATED and WANTS_DX:
+        up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0)
     if WANTS_DUP:
         value, _ = activate(x, ACTIVATION)
         tl.store(dup_ptr + row * num_cols + col, (dout * value).to(dup_ptr.dtype.element_ty), mask=mask)
     if WANTS_DX:
         if GATED:
-            dout *= tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(tl.float32)
+            dout *= up.to(tl.float32)
         dx = gradient(dout, x, ACTIVATION)
         tl.store(dx_ptr + row * num_cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -162,7 +169,7 @@ def _forward(x: Tensor, up: Tensor | None, activation: str, config: GateConfig, 
     launch(
         _gate_fwd_kernel, (programs,),
         x, up_or_x, out, x.stride(0), up_or_x.stride(0), *x.shape,
-        ACTIVATION=activation, GATED=up is not None and not added, ADDED=added,
+        ACTIVATION=activation, GATED=up is not None and not added, ADDED=added, FLAT=len(x) == 1,
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
     )  # fmt: skip
     return out
@@ -180,7 +187,7 @@ def _backward(
     launch(
         _gate_bwd_kernel, (programs,),
         dout, x, up_or_x, dx, dup, dout.stride(0), x.stride(0), up_or_x.stride(0), *x.shape,
-        ACTIVATION=activation, GATED=up is not None, WANTS_DX=wants_dx, WANTS_DUP=wants_dup,
+        ACTIVATION=activation, GATED=up is not None, WANTS_DX=wants_dx, WANTS_DUP=wants_dup, FLAT=len(x) == 1,
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=config.num_warps,
     )  # fmt: skip
     return dx, dup
@@ -248,9 +255,15 @@ def _default(dims, arch, dtype) -> GateConfig:
     return GateConfig(block=128 * 32 // dtype.itemsize, num_warps=4)
 
 
-GATE_SPACE = Space(
-    default=_default, dims=_dims, choices={"block": (512, 1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)}
-)
+def _gradient_default(dims, arch, dtype) -> GateConfig:
+    # Four elements a thread: each is worked on for long, and few registers let more warps hide that (23 and 2,048
+    # threads of a multiprocessor for swiglu's; by 16 elements 46 and 1,280). Figures: docs/log/elementwise.md.
+    return GateConfig(block=4 * 4 * max(arch.warp, 16), num_warps=4)
+
+
+GATE_CHOICES = {"block": (512, 1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)}
+GATE_SPACE = Space(default=_default, dims=_dims, choices=GATE_CHOICES)
+GRADIENT_SPACE = Space(default=_gradient_default, dims=_dims, choices=GATE_CHOICES)
 
 
 def _strip_default(dims, arch, dtype) -> StripConfig:
@@ -299,7 +312,7 @@ def silu(x: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("silu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def silu_vjp(dout: Tensor, x: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, "silu", (True, False), config)[0]
 
@@ -311,7 +324,7 @@ def gelu(x: Tensor, approximate: str = "none", *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("gelu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def gelu_vjp(dout: Tensor, x: Tensor, approximate: str, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, _gelu_name(approximate, x), (True, False), config)[0]
 
@@ -323,7 +336,7 @@ def swiglu(gate: Tensor, up: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("swiglu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def swiglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool], *, config: GateConfig
 ) -> tuple[Tensor, Tensor]:
@@ -337,7 +350,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh", *, config: GateCo
 
 
 @register_kernel("geglu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def geglu_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, approximate: str, output_mask: Sequence[bool], *, config: GateConfig
 ) -> tuple[Tensor, Tensor]:
@@ -351,7 +364,7 @@ def sigmoid(x: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("sigmoid_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def sigmoid_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, out, None, "of_sigmoid", (True, False), config)[0]
 
@@ -363,7 +376,7 @@ def relu_squared(x: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("relu_squared_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def relu_squared_vjp(dout: Tensor, x: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, x, None, "relu_squared", (True, False), config)[0]
 
@@ -375,7 +388,7 @@ def add_relu(x: Tensor, y: Tensor, *, config: GateConfig) -> Tensor:
 
 
 @register_kernel("add_relu_vjp", backend="triton", rank=20, rejects=_reasons, plans=rehearsed)
-@optimize_kernel(space=GATE_SPACE)
+@optimize_kernel(space=GRADIENT_SPACE)
 def add_relu_vjp(dout: Tensor, out: Tensor, *, config: GateConfig) -> Tensor:
     return _backward(dout, out, None, "of_relu", (True, False), config)[0]
 

@@ -66,7 +66,7 @@ def _tops(words, dtype: gl.constexpr, CHUNKS: gl.constexpr):
 @gluon.jit
 def loss_grad_parts_kernel(
     logits_ptr, target_ptr, weight_ptr, divisors_ptr, losses_ptr, lse_ptr, cols, stride, ignore_index, z_loss, scale,
-    Z: gl.constexpr, MEAN: gl.constexpr, PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    Z: gl.constexpr, MEAN: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """A part of a row of logits becomes that part of the gradient; the part with the label also writes the row's loss
     and lse. scale is above 0. Until the row's maximum is known, exponentials are relative to each thread's own maximum:
@@ -77,7 +77,7 @@ def loss_grad_parts_kernel(
     WIDTH: gl.constexpr = gl.num_warps() * 256
     room = open_exchange(PARTS)
     row_ptr = row_pointer(logits_ptr, row, stride)
-    words = load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, EVEN, _least(DTYPE))
+    words = load_chunks((), row_ptr, part, cols, CHUNKS, CHUNKS, WHOLE, _least(DTYPE))
     target = gl.load(target_ptr + row).to(gl.int64)
     counted = target != ignore_index
     valid = (target >= 0) & (target < cols)
@@ -125,7 +125,7 @@ def loss_grad_parts_kernel(
     factors = gl.expand_dims(gl.exp2((tops - row_top) * power - more) * softmax_coef, 2)
     for c in gl.static_range(CHUNKS):
         col = columns(part, c, CHUNKS)
-        mask = None if EVEN else col < cols
+        mask = None if c < WHOLE else col < cols
         if counted:
             gl.store(row_ptr + col, flatten_lines(exps[c] * factors).to(DTYPE), mask=mask)
         else:

@@ -37,22 +37,26 @@ from tilesmith.device.gluon.rows import (
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
     LINE,
+    UNIT,
     HeldConfig,
+    before_end,
     chunk_fp32,
     chunk_fp32_again,
     columns,
     columns_of_warps,
     exchange,
+    fewer_lines,
     flatten_lines,
     held_config,
     held_fit,
     held_flags,
     held_grid,
     held_tells,
-    lines_after,
     load_chunks,
     load_part,
+    one_cta_config,
     open_exchange,
+    own_columns,
     pack_lines,
     row_pointer,
 )
@@ -110,7 +114,7 @@ def vector_again(vector, ptr, WIDTH: gl.constexpr):
 def norm_fwd_parts_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, mean_ptr, rstd_ptr,
     cols, x_stride, residual_stride, eps, offset,
-    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    PARTS: gl.constexpr, CENTER: gl.constexpr, LLAMA: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr,
     AHEAD: gl.constexpr, seed_ptr=None, drop_below=None, keep_scale=None, SHORT: gl.constexpr = True,
     RARE: gl.constexpr = True,
 ):  # fmt: skip
@@ -127,9 +131,9 @@ def norm_fwd_parts_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     room = open_exchange(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
-    parts = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    parts = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, WHOLE)
     if s_ptr is not None:
-        residual = load_part(row_pointer(residual_ptr, row, residual_stride), part, cols, CHUNKS, EVEN)
+        residual = load_part(row_pointer(residual_ptr, row, residual_stride), part, cols, CHUNKS, WHOLE)
         sums, drawn = (), ()
         if seed_ptr is not None:
             for c in gl.static_range(CHUNKS):
@@ -144,32 +148,32 @@ def norm_fwd_parts_kernel(
                 s *= keep_scale
             s += chunk_fp32(residual[c], residual_ptr.dtype.element_ty)
             col = columns(part, c, CHUNKS)
-            gl.store(s_ptr + row * cols + col, flatten_lines(s).to(NORMED), mask=None if EVEN else col < cols)
+            gl.store(s_ptr + row * cols + col, flatten_lines(s).to(NORMED), mask=None if c < WHOLE else col < cols)
             sums += (pack_lines(s, NORMED),)
         parts = sums
-    after = lines_after(part, cols, CHUNKS)
     squares = gl.zeros_like(chunk_fp32(parts[0], NORMED))
     total = squares
-    pivot = gl.expand_dims(gl.sum(chunk_fp32(parts[0], NORMED), 1) * (1.0 / LINES), 1)
+    own, first_own = own_columns(part, cols, CHUNKS)
+    each_first = 1.0 / LINES if WHOLE > 0 else 1.0 / gl.maximum(first_own, 1).to(gl.float32)
+    pivot = gl.expand_dims(gl.sum(chunk_fp32(parts[0], NORMED), 1), 1) * each_first
     for c in gl.static_range(CHUNKS):
         value = chunk_fp32(parts[c], NORMED)
         if CENTER:
             value -= pivot
-            if not EVEN:
-                value = gl.where(after > c * WARPS, value, 0.0)
+            if c >= WHOLE:
+                value = gl.where(before_end(part, c, cols, CHUNKS), value, 0.0)
             total += value
         squares += value * value
     weights, biases = (), ()
     if weight_ptr is not None:
-        weights = load_chunks(weights, weight_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+        weights = load_chunks(weights, weight_ptr, part, cols, AHEAD, CHUNKS, WHOLE)
     if bias_ptr is not None:
-        biases = load_chunks(biases, bias_ptr, part, cols, AHEAD, CHUNKS, EVEN)
+        biases = load_chunks(biases, bias_ptr, part, cols, AHEAD, CHUNKS, WHOLE)
     found = gl.sum(squares, 1)
     each_col = 1.0 / cols
     if CENTER:
-        own_columns = gl.minimum(gl.maximum((after + (WARPS - 1)) // WARPS, 1), CHUNKS) * LINES
         summed = gl.sum(total, 1)
-        excess = summed / gl.sum(own_columns, 1).to(gl.float32)
+        excess = summed / gl.sum(gl.maximum(own, 1), 1).to(gl.float32)
         means, spreads = exchange(room, part, gl.sum(pivot, 1) + excess, found - summed * excess, PARTS)
         widths = columns_of_warps(cols, PARTS, CHUNKS)
         mean = gl.sum(means * widths, 0) * each_col
@@ -183,9 +187,9 @@ def norm_fwd_parts_kernel(
             gl.store(mean_ptr + row, mean)
     for c in gl.static_range(CHUNKS):
         if weight_ptr is not None:
-            weights = load_chunks(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+            weights = load_chunks(weights, weight_ptr, part, cols, c + 1 + AHEAD, CHUNKS, WHOLE)
         if bias_ptr is not None:
-            biases = load_chunks(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, EVEN)
+            biases = load_chunks(biases, bias_ptr, part, cols, c + 1 + AHEAD, CHUNKS, WHOLE)
         value = chunk_fp32_again(parts[c], NORMED)
         if CENTER:
             value -= mean
@@ -203,7 +207,9 @@ def norm_fwd_parts_kernel(
             value += chunk_fp32(biases[c], bias_ptr.dtype.element_ty)
         col = columns(part, c, CHUNKS)
         gl.store(
-            y_ptr + row * cols + col, flatten_lines(value).to(y_ptr.dtype.element_ty), mask=None if EVEN else col < cols
+            y_ptr + row * cols + col,
+            flatten_lines(value).to(y_ptr.dtype.element_ty),
+            mask=None if c < WHOLE else col < cols,
         )
 
 
@@ -391,15 +397,15 @@ def backward(
     return dx, *(x.new_empty(0) if v is None else v for v in vectors)
 
 
-def rows_refused(call: Any, cols: int, more_than: int) -> list[str]:
-    """Why kernels that split rows over a cluster do not serve rows of `cols` columns; Triton's are as fast up to
-    `more_than` columns."""
+def rows_refused(call: Any, cols: int, more_than: int, unit: int = LINE) -> list[str]:
+    """Why kernels that split rows over a cluster do not serve rows of `cols` columns, multiples of `unit`; Triton's are
+    as fast up to `more_than` columns."""
     reasons = [
         f"{name} has dtype {facts.dtype}; these kernels serve float16, bfloat16 and float32"
         for name, facts in call._asdict().items()
         if getattr(facts, "dtype", None) not in (None, torch.float16, torch.bfloat16, torch.float32)
     ]
-    reasons += width_refused(cols, more_than) + unserved(call)
+    reasons += width_refused(cols, more_than, unit) + unserved(call)
     return reasons or cluster_refused(call.rstd.device if hasattr(call, "rstd") else call.x.device, cols)
 
 
@@ -415,9 +421,10 @@ def backward_tells(call, *, config: PartsConfig) -> list[str]:
 
 def _reasons(call: Any) -> list[str]:
     cols, added = call.x.cols, hasattr(call, "residual")
-    # Triton's tiles are a power of two wide: other rows leave lanes idle
-    narrow = hasattr(call, "bias") or (not added and cols < 8192 and cols != 4096)
-    return rows_refused(call, cols, 2048 if narrow else 16_384 if added else 32_768)
+    center = hasattr(call, "bias")
+    if not added and fewer_lines(cols):
+        return rows_refused(call, cols, 512 if center else 1024, UNIT)
+    return rows_refused(call, cols, 2048 if center else 16_384 if added else 32_768)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
@@ -443,10 +450,13 @@ def row_dims(like: Tensor, *read: Tensor | None) -> dict[str, int]:
 
 
 def _forward_default(dims: Mapping[str, int], arch: Any, center: bool) -> HeldConfig:
-    """A default for the forward: chunks, warps and registers by the width of a row. H200, bf16: 0.93 to 0.99 of the
-    copy rate from 2,560 to 32,768 columns. Wider rows are for hopper_persistent. More figures: docs/log/norms.md."""
+    """A default for the forward: chunks, warps and registers by the width of a row; by `one_cta_config` where Triton's
+    tiles leave more lanes idle. H200, bf16: 0.93 to 0.99 of the copy rate up to 32,768 columns. Wider rows are for
+    hopper_persistent. More figures: docs/log/norms.md."""
     cols, size = dims["cols"], dims["size"]
     added = dims["bytes"] > size
+    if not added and fewer_lines(cols):
+        return one_cta_config(dims, arch, size)
     if cols <= 4096:
         chunks, warps, registers = (4, 4, 0) if added else (4, 4, 64) if cols > 3072 else (6, 2, 80)
     elif cols <= 8192:

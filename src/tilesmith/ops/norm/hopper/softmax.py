@@ -7,22 +7,25 @@ import torch
 from torch import Tensor
 
 from tilesmith.device.alignment import aligned
-from tilesmith.device.gluon.rows import cluster_refused, width_refused
+from tilesmith.device.gluon.rows import LINE, cluster_refused, width_refused
 from tilesmith.device.gluon.rows_held import (
     HELD_CHOICES,
+    UNIT,
     HeldConfig,
+    before_end,
     chunk_fp32,
     chunk_fp32_again,
     columns,
     exchange,
+    fewer_lines,
     flatten_lines,
     held_config,
     held_fit,
     held_flags,
     held_grid,
     held_tells,
-    lines_after,
     load_part,
+    one_cta_config,
     open_exchange,
     row_pointer,
     warps_of_row,
@@ -33,6 +36,9 @@ from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, re
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
+# -inf, as `load_part` takes it: two of 16 bits a word
+_BF16_HIDDEN, _FP16_HIDDEN = gl.constexpr(-0x7F0080), gl.constexpr(-0x3FF0400)
+_FP32_HIDDEN = gl.constexpr(float("-inf"))
 
 # Outputs are packed: the stride of their rows is `cols`. A CTA has one part of WIDTH columns of every
 # num_groups-th row.
@@ -86,7 +92,7 @@ def between_tops(top, higher, power, FUSED: gl.constexpr):
 @gluon.jit
 def softmax_fwd_parts_kernel(
     x_ptr, y_ptr, cols, x_stride, scale,
-    PARTS: gl.constexpr, POSITIVE: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    PARTS: gl.constexpr, POSITIVE: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """y of a part of a row. Each thread's exponentials are relative to its own maximum until that of the row is known,
     so that each value takes one exp2."""
@@ -94,7 +100,10 @@ def softmax_fwd_parts_kernel(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     FUSED: gl.constexpr = DTYPE.primitive_bitwidth == 16
     room = open_exchange(PARTS)
-    words = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
+    HIDDEN: gl.constexpr = (
+        _FP32_HIDDEN if DTYPE == gl.float32 else _BF16_HIDDEN if DTYPE == gl.bfloat16 else _FP16_HIDDEN
+    )
+    words = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, WHOLE, HIDDEN)
     power = LOG2E
     if POSITIVE:  # the maximum of x is then that of scale · x
         power = scale * LOG2E
@@ -103,8 +112,8 @@ def softmax_fwd_parts_kernel(
         z = chunk_fp32(words[c], DTYPE)
         if not POSITIVE:
             z *= scale
-        if not EVEN:
-            z = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), z, float("-inf"))
+            if c >= WHOLE:
+                z = gl.where(before_end(part, c, cols, CHUNKS), z, float("-inf"))
         zs += (gl.reshape(z, [gl.num_warps(), 32, 8]),)
     most = zs[0]
     for c in gl.static_range(1, CHUNKS):
@@ -126,13 +135,13 @@ def softmax_fwd_parts_kernel(
     for c in gl.static_range(CHUNKS):
         col = columns(part, c, CHUNKS)
         y = flatten_lines(weights[c] * factors).to(y_ptr.dtype.element_ty)
-        gl.store(y_ptr + row.to(gl.int64) * cols + col, y, mask=None if EVEN else col < cols)
+        gl.store(y_ptr + row.to(gl.int64) * cols + col, y, mask=None if c < WHOLE else col < cols)
 
 
 @gluon.jit
 def softmax_bwd_parts_kernel(
     y_ptr, dy_ptr, dx_ptr, cols, y_stride, dy_stride, scale,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr,
+    PARTS: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """dx of a part of a row, from the sums of y and of y · dy. Beyond the last column both are 0."""
     row, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
@@ -140,8 +149,8 @@ def softmax_bwd_parts_kernel(
     DY: gl.constexpr = dy_ptr.dtype.element_ty
     FUSED: gl.constexpr = DY.primitive_bitwidth == 16
     room = open_exchange(PARTS)
-    ys = load_part(row_pointer(y_ptr, row, y_stride), part, cols, CHUNKS, EVEN)
-    dys = load_part(row_pointer(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
+    ys = load_part(row_pointer(y_ptr, row, y_stride), part, cols, CHUNKS, WHOLE)
+    dys = load_part(row_pointer(dy_ptr, row, dy_stride), part, cols, CHUNKS, WHOLE)
     total = chunk_fp32(ys[0], Y)
     dot = total * chunk_fp32(dys[0], DY)
     for c in gl.static_range(1, CHUNKS):
@@ -155,28 +164,35 @@ def softmax_bwd_parts_kernel(
         y, dy = chunk_fp32_again(ys[c], Y), chunk_fp32_again(dys[c], DY)
         dx = y * (dy * scale - mean * scale) if FUSED else y * (dy - mean) * scale
         dx = flatten_lines(dx).to(dx_ptr.dtype.element_ty)
-        gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if EVEN else col < cols)
+        gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if c < WHOLE else col < cols)
 
 
 def _reasons(call: Any) -> list[str]:
-    return rows_refused(call, call.x, FORWARD_ABOVE)
+    return _rows_refused(call, call.x, FORWARD_ABOVE)
 
 
 def _vjp_reasons(call: Any) -> list[str]:
-    return rows_refused(call, call.y, BACKWARD_ABOVE)
+    return _rows_refused(call, call.y, BACKWARD_ABOVE)
 
 
-def rows_refused(call: Any, read: Any, more_than: int) -> list[str]:
+def _rows_refused(call: Any, read: Any, more_than: int) -> list[str]:
+    if fewer_lines(read.cols):
+        return rows_refused(call, read, 512, UNIT)
+    return rows_refused(call, read, more_than)
+
+
+def rows_refused(call: Any, read: Any, more_than: int, unit: int = LINE) -> list[str]:
     reasons = []
     if read.dtype == torch.float64:
         reasons.append("the tensors are float64; these kernels compute in float32")
-    reasons += width_refused(read.cols, more_than)
+    reasons += width_refused(read.cols, more_than, unit)
     if call.causal:
         reasons.append("causal: whole rows are read")
     return reasons or cluster_refused(read.device, read.cols)
 
 
-FORWARD_ABOVE, BACKWARD_ABOVE = 4096, 4096  # columns; up to there Triton's kernels are as fast
+# columns; up to there Triton's kernels are as fast, unless their tiles leave lanes idle
+FORWARD_ABOVE, BACKWARD_ABOVE = 4096, 4096
 
 
 def row_dims(*read: Tensor) -> dict[str, int]:
@@ -187,6 +203,8 @@ def row_dims(*read: Tensor) -> dict[str, int]:
 def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
     """A default for the forward. H200, bf16, 5,120 to 131,072 columns: 0.98 to 0.99 of the copy rate; Triton's kernel
     0.99 at 8,192 and 0.71 at 131,072."""
+    if fewer_lines(dims["cols"]):
+        return one_cta_config(dims, arch, dims["bytes"])
     warps, chunks = (4, 8) if dims["cols"] <= 8192 else (16, 4) if dims["cols"] <= 16_384 else (8, 8)
     return held_config(dims["cols"], dims["bytes"], chunks, warps, 0)
 
@@ -194,6 +212,8 @@ def _forward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> 
 def _backward_default(dims: Mapping[str, int], arch: Any, dtype: torch.dtype) -> HeldConfig:
     """A default for the backward. H200, bf16, 8,192 to 131,072 columns: 1.03 to 1.05 of the copy rate, as two of its
     three tensors are read; Triton's kernel 1.05 to 0.69."""
+    if fewer_lines(dims["cols"]):
+        return one_cta_config(dims, arch, dims["bytes"] // 2)
     return held_config(dims["cols"], dims["bytes"] // 2, 4, 8, 0)
 
 

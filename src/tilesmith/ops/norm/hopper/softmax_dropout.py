@@ -292,7 +292,7 @@ def exponentials(x, top, scale, FUSED: gl.constexpr):
 @gluon.jit
 def softmax_dropout_bwd_parts_kernel(
     x_ptr, dy_ptr, top_ptr, seed_ptr, dx_ptr, cols, x_stride, dy_stride, scale, drop_below, keep_scale,
-    PARTS: gl.constexpr, EVEN: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
+    PARTS: gl.constexpr, WHOLE: gl.constexpr, CHUNKS: gl.constexpr, SHORT: gl.constexpr, RARE: gl.constexpr,
 ):  # fmt: skip
     """dx of a part of a row, from the sums of y and of y · dy; y is computed from x up to the factor that makes its sum
     1. Random bits are generated while x and dy are in flight."""
@@ -301,8 +301,8 @@ def softmax_dropout_bwd_parts_kernel(
     DY: gl.constexpr = dy_ptr.dtype.element_ty
     FUSED: gl.constexpr = X.primitive_bitwidth == 16
     WIDTH: gl.constexpr = gl.num_warps() * _LINE
-    xs = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, EVEN)
-    dys = load_part(row_pointer(dy_ptr, row, dy_stride), part, cols, CHUNKS, EVEN)
+    xs = load_part(row_pointer(x_ptr, row, x_stride), part, cols, CHUNKS, WHOLE)
+    dys = load_part(row_pointer(dy_ptr, row, dy_stride), part, cols, CHUNKS, WHOLE)
     room = open_exchange(PARTS)
     key = load_key(seed_ptr) if seed_ptr is not None else None
     top = gl.load(top_ptr + row)
@@ -316,7 +316,7 @@ def softmax_dropout_bwd_parts_kernel(
     dot = gl.zeros_like(total)
     for c in gl.static_range(CHUNKS):
         y = exponentials(chunk_fp32(xs[c], X), top, scale, FUSED)
-        if not EVEN:
+        if c >= WHOLE:
             y = gl.where(lines_after(part, cols, CHUNKS) > c * gl.num_warps(), y, 0.0)
         dy = dys[c]
         if seed_ptr is not None:
@@ -334,7 +334,7 @@ def softmax_dropout_bwd_parts_kernel(
         dx = ys[c] * (dy * factor - mean * factor) if FUSED else ys[c] * (dy - mean) * factor
         dx = flatten_lines(dx).to(dx_ptr.dtype.element_ty)
         col = columns(part, c, CHUNKS)
-        gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if EVEN else col < cols)
+        gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx, mask=None if c < WHOLE else col < cols)
 
 
 def _reasons(call: Any) -> list[str]:

@@ -6,7 +6,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilesmith.device.rows import dense, empty_row_values, empty_rows, row_order, row_steps, row_values, rows
+from tilesmith.device.rows import (
+    AT_ONCE,
+    dense,
+    empty_row_values,
+    empty_rows,
+    more_warps,
+    row_order,
+    row_steps,
+    row_values,
+    rows,
+)
 from tilesmith.device.triton.column_sums import add_partials, partial_rows
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
 from tilesmith.ops.norm.arguments import (
@@ -250,6 +260,19 @@ def forward_default(
     return ForwardConfig(block_cols, block_cols, block_cols // 8 // lanes, 1)
 
 
+def few_rows(dims: Mapping[str, int], arch: Any) -> ForwardConfig | None:
+    """A default for so few rows that a GPU works on all of them at once: none of them waits for others, and each is
+    held, by 16 elements a thread or less (`device.rows.more_warps`). None for more rows. Figures: docs/log/norms.md."""
+    lanes, width = max(arch.warp, 16), next_power_of_2(dims["cols"])
+    if width > 16_384 or dims["rows"] * (width // 16 // lanes) > AT_ONCE * arch.sms:
+        return None
+    tile = max(width, 1024)
+    warps, programs = max(1, tile // 16 // lanes), cdiv(dims["rows"], tile // width)
+    while 8 * lanes * warps < tile and more_warps(programs, arch.sms, warps, tile // lanes // warps // 2, fixed=10):
+        warps *= 2
+    return ForwardConfig(tile, 0, warps, 1)
+
+
 def backward_default(dims: Mapping[str, int], arch: Any, center: bool, three: bool = False) -> BackwardConfig:
     """A default for the backward: 16 elements per thread, so that the sums, a tile of x and one of dy stay in registers
     (ptxas, sm_90, 16-bit inputs): up to 8,192 columns for the two sums of layer norm and 16,384 for the one of RMS
@@ -310,7 +333,10 @@ BACKWARD_CHOICES = {
 @optimize_kernel(
     space=Space(
         dims=lambda x, weight, eps, offset, casting: norm_dims(x, x, weight),
-        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=4096),
+        # few rows are held where many would be swept; others are held anyway
+        default=lambda dims, arch, dtype: (
+            (few_rows(dims, arch) if dims["cols"] >= 4096 else None) or forward_default(dims, arch, swept_from=4096)
+        ),
         choices=FORWARD_CHOICES,
     )
 )
@@ -355,7 +381,9 @@ def rms_norm_vjp(call, *, config: BackwardConfig) -> tuple[Tensor, Tensor]:
         dims=lambda x, weight, bias, eps: norm_dims(x, x, weight, bias),
         # fewer warps, which wait for each other twice: 128 columns 131 us (16 elements a thread: 136), 512 67 (70); not
         # at 2,048, 67.5 (65.9)
-        default=lambda dims, arch, dtype: forward_default(dims, arch, swept_from=16_384, most_idle=0.25, each=32),
+        default=lambda dims, arch, dtype: (
+            few_rows(dims, arch) or forward_default(dims, arch, swept_from=16_384, most_idle=0.25, each=32)
+        ),
         choices=FORWARD_CHOICES,
     )
 )
