@@ -44,6 +44,7 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
     Raises RuntimeError, naming the folder, where Triton's cache is damaged or cannot be written.
     """
     try:
+        _have_boxes(kernel, args, named)
         return kernel[grid](*args, **{**OPTIONS, **named})
     except (json.JSONDecodeError, OSError) as problem:
         folder = _cache_dir()
@@ -53,6 +54,17 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
             f"Triton cannot use its cache of compiled kernels in {folder} ({problem}): delete that folder, or set "
             "TRITON_CACHE_DIR to one that can be written"
         ) from problem
+
+
+def _have_boxes(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
+    """Before a kernel's first launch, tell its launcher of descriptors whose boxes are not as large as tiles (`box`)."""
+    values = [*args, *(named[n] for n in kernel.signature.parameters if n in named)]
+    found = [x for x in values if type(x).__name__ == "TensorDescriptor"]
+    if any(hasattr(x, "box") for x in found):
+        compiled = kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
+        for x, form in zip(found, compiled.metadata.tensordesc_meta):
+            if hasattr(x, "box"):
+                form["block_size"] = [*x.box, form["block_size"][-1]]
 
 
 def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:

@@ -92,11 +92,11 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
     return found
 
 
-def placed_steps(tokens: int, keys: int, block_m: int, block_n: int, right: int) -> list[int]:
-    """`seen_steps` of tiles of a forward without a window under a causal mask: they end where the queries do,
-    to 64 (`Walk.placed`), so that the tile with fewer queries is one of the first."""
+def placed_steps(tokens: int, keys: int, block_m: int, block_n: int, right: int, apart: int = 64) -> list[int]:
+    """`seen_steps` of tiles of a forward without a window under a causal mask: they end where the queries do, to the
+    `apart` positions of a consumer (`Walk.placed`), so that the tile with fewer queries is one of the first."""
     blocks, found = cdiv(tokens, block_m), []
-    behind = (blocks * block_m - tokens) // 64 * 64
+    behind = (blocks * block_m - tokens) // apart * apart
     for tile in range(blocks):
         last = min(max(tile * block_m - behind, 0) + block_m, tokens) - 1
         found.append(max(cdiv(min(keys, last + keys - tokens + right + 1), block_n), 1))
@@ -211,7 +211,12 @@ def tiles_time(steps: Sequence[int], heads: int, ctas: int, start: float, tile: 
     return start + makespan((n * step for n in longest_first for _ in range(heads)), ctas, tile)
 
 
-TILE_HEADS = (1, 2, 4, 8)  # a tile of 64 queries has at least the 8 positions that are a box of the swizzle
+TILE_HEADS = 8  # at most: a tile of 64 queries has at least the 8 positions that are a box of the swizzle
+
+
+def tile_heads(group: int) -> list[int]:
+    """Of how many of a group's query heads a tile may hold the queries."""
+    return [heads for heads in range(1, TILE_HEADS + 1) if group % heads == 0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,10 +232,9 @@ def tile_heads_times(
     """
     consumers, block_n, stages = tile
     times = {}
-    for heads in TILE_HEADS:
-        if group % heads == 0:
-            steps = window_steps(tokens, keys, 64 * consumers // heads, block_n, left, right, consumers, stages)
-            times[heads] = tiles_time(steps, rows // heads, ctas, 0.0, TILE, 1.0)
+    for heads in tile_heads(group):
+        steps = window_steps(tokens, keys, 64 // heads * consumers, block_n, left, right, consumers, stages)
+        times[heads] = tiles_time(steps, rows // heads, ctas, 0.0, TILE, 1.0)
     return times
 
 

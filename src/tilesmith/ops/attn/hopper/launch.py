@@ -178,4 +178,9 @@ def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide:
         strides = [2**34 - token, token, head, token, 1]
         shape, block = [2**31 - 2**16, 2**31 - 2**16, shape[1], 2**30, shape[3]], [1, *block]
     swizzle = 128 if block[-1] >= 64 else block[-1] * x.element_size()
-    return TensorDescriptor(x, shape, strides, block, _TILES[len(shape), 8 * x.element_size(), swizzle])
+    layout = _TILES[len(shape), 8 * x.element_size(), swizzle]
+    if heads * rows < 64:
+        made = TensorDescriptor(x, shape, strides, [1, 1, 64, block[-1]], layout)
+        made.box = tuple(block[:-1])
+        return made
+    return TensorDescriptor(x, shape, strides, block, layout)

@@ -134,13 +134,14 @@ HOPPER_FORWARD = (
 
 
 class TileTime(NamedTuple):
-    """What a persistent forward takes, in µs: its start and end, each tile, each step, and each tile of a causal mask
-    more."""
+    """What a persistent forward takes, in µs: its start and end, each tile, each step, each tile of a causal mask more,
+    and one whose last block is halved (HALF of `Walk`) less."""
 
     start: float
     tile: float
     step: float
     masked: float = 0.0
+    halved: float = 0.0
 
 
 FORWARD_TILES = {
@@ -158,6 +159,10 @@ FORWARD_TILES = {
         HopperConfig(2, 128, 3, 2, 3): TileTime(13.6, 0.8, 1.38, 0.7),
         HopperConfig(3, 64, 6): TileTime(9.9, 1.6, 1.05, 0.9),
         HopperConfig(2, 64, 5, 2): TileTime(10.6, 0.7, 0.83, 0.5),
+    },
+    128: {
+        HopperConfig(2, 128, 2, v_stages=3): TileTime(9.1, 2.2, 1.46, 0.0, 0.4),
+        HopperConfig(2, 64, 4, 2): TileTime(8.5, 0.9, 0.93),
     },
     256: {
         HopperConfig(2, 64, 2): TileTime(7.0, 3.5, 1.35, 2.0),
