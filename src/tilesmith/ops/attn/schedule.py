@@ -92,14 +92,28 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
     return found
 
 
-def placed_steps(tokens: int, keys: int, block_m: int, block_n: int, right: int, apart: int = 64) -> list[int]:
-    """`seen_steps` of tiles of a forward without a window under a causal mask: they end where the queries do, to the
-    `apart` positions of a consumer (`Walk.placed`), so that the tile with fewer queries is one of the first."""
-    blocks, found = cdiv(tokens, block_m), []
-    behind = (blocks * block_m - tokens) // apart * apart
+def placed_steps(
+    tokens: int, keys: int, consumers: int, positions: int, block_n: int, right: int, skip: bool, half: bool
+) -> list[float]:
+    """The steps of each tile of a forward without a window under a causal mask, of which consumers make different
+    numbers: between those of the busiest one, which the tile waits for, and their mean, since they share the tensor
+    cores. Half blocks on the diagonal are taken from the mean: they spare the masks of all other blocks, too.
+
+    Tiles end where the queries do, to the `positions` of a consumer (`Walk.placed`), so that the tile with fewer
+    queries is one of the first. skip: consumers leave out blocks that only others see (SKIP). half: of a last block of
+    which it sees at most the first half a consumer makes that half, the first of two or any of three (HALF).
+    """
+    block_m, shift, found = consumers * positions, keys - tokens, []
+    blocks = cdiv(tokens, block_m)
+    behind = (blocks * block_m - tokens) // positions * positions
     for tile in range(blocks):
-        last = min(max(tile * block_m - behind, 0) + block_m, tokens) - 1
-        found.append(max(cdiv(min(keys, last + keys - tokens + right + 1), block_n), 1))
+        start = max(tile * block_m - behind, 0)
+        lasts = [min(start + (c + 1) * positions, tokens) - 1 for c in range(consumers)]
+        ends = [max(min(keys, last + shift + right + 1), 1) for last in lasts]
+        made = [cdiv(end if skip else ends[-1], block_n) for end in ends]
+        able = ends if consumers == 3 else ends[:1]
+        halves = sum((end - 1) % block_n < block_n // 2 for end in able) / 2 if half else 0
+        found.append((max(made) + (sum(made) - 2 * halves) / consumers) / 2)
     return found
 
 
@@ -201,7 +215,7 @@ def _section_times(
 MANY = 16  # rounds of tiles, of which the order no longer matters
 
 
-def tiles_time(steps: Sequence[int], heads: int, ctas: int, start: float, tile: float, step: float) -> float:
+def tiles_time(steps: Sequence[float], heads: int, ctas: int, start: float, tile: float, step: float) -> float:
     """The predicted time of persistent CTAs that take the longest tiles first. steps: of the tiles of each of `heads`.
     start, tile, step: what the launch, a tile and a step take."""
     total = heads * (len(steps) * tile + sum(steps) * step)

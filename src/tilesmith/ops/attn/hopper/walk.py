@@ -107,8 +107,9 @@ class Walk:
     def placed(self, start, head, tokens):
         """The first query of a tile, how far its consumers' queries are apart, and their heads. Under a causal mask
         tiles end where the queries do, to a consumer's positions, so that the one with fewer is that of the first
-        queries, which see the fewest keys; it makes some of the next one's again. In documents, where the last queries fill half a tile, they
-        are made for two heads of a group, and the second head's tile makes the first queries' again."""
+        queries, which see the fewest keys; it makes some of the next one's again. In documents, where the last queries
+        fill half a tile, they are made for two heads of a group, and the second head's tile makes the first queries'
+        again."""
         apart, other = 64 // self.HEADS, 0
         if self.RIGHT and not self.LEFT and not self.PACKED and self.LIST_K == 0:
             start = gl.maximum(start - (self.blocks * self.BM - self.tokens) // apart * apart, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -182,33 +183,27 @@ def _head_times(
     s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, arch: Any
 ) -> dict[int, float]:
     """The predicted times of a call without a left edge, in µs, by the query heads that share keys whose queries one
-    tile holds (`schedule.tile_heads_times`)."""
-    found = {1: _predicted_of_one(s, config, time, window, wide, arch)}
-    if not _of_one_head(s):
-        for heads in tile_heads(s.group)[1:]:
-            positions, tile = 64 // heads, time.tile
-            block_m = positions * config.consumers
-            if window.hides_right:
-                tile += time.masked
-                steps = placed_steps(s.tokens, s.keys, block_m, config.block_n, window.right, positions)
-            else:
-                steps = seen_steps(s.tokens, s.keys, block_m, config.block_n, None, None)
-            found[heads] = tiles_time(steps, s.rows // heads, arch.sms, time.start, tile, time.step)
-    return found
+    tile holds: the last tile of few positions is cut less."""
+    many = [1] if _of_one_head(s) else tile_heads(s.group)
+    return {heads: _head_time(s, config, time, window, wide, heads, arch) for heads in many}
 
 
-def _predicted_of_one(s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, arch: Any) -> float:
-    """`_head_times` of one head."""
+def _head_time(
+    s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, heads: int, arch: Any
+) -> float:
+    """`_head_times` of so many heads."""
     right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
-    steps = seen_steps(s.tokens, s.keys, 64 * config.consumers, config.block_n, None, right)
-    tiles = len(steps) * s.rows
-    division = _division(s, config, tiles, window, wide, arch)
+    positions = 64 // heads
+    steps = seen_steps(s.tokens, s.keys, positions * config.consumers, config.block_n, None, right)
+    tiles = len(steps) * s.rows // heads
+    division = _division(s, config, tiles, window, wide, arch) if heads == 1 else Division(tiles, 0)
     if not division.ctas:
+        placed: Sequence[float] = steps
         if right is not None:
-            steps = placed_steps(s.tokens, s.keys, 64 * config.consumers, config.block_n, right)
-        if _halves(s, config, window):
-            tile -= time.halved
-        return tiles_time(steps, s.rows, arch.sms, time.start, tile, time.step)
+            skip = config.block_n * heads <= 64 * (config.consumers - 1)  # SKIP of `Walk`
+            half = heads == 1 and _halves(s, config, window)
+            placed = placed_steps(s.tokens, s.keys, config.consumers, positions, config.block_n, right, skip, half)
+        return tiles_time(placed, s.rows // heads, arch.sms, time.start, tile, time.step)
     left, work = tiles - division.undivided, s.rows * sum(steps) - division.undivided * steps[0]
     parts = 1 if division.ctas % left == 0 else 2  # of tiles that a CTA has
     rounds = even_makespan(division.undivided, steps[0] * time.step, arch.sms, tile)
