@@ -57,14 +57,16 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
 
 
 def _have_boxes(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
-    """Before a kernel's first launch, tell its launcher of descriptors whose boxes are not as large as tiles (`box`)."""
+    """Tell a kernel's launcher of the descriptors whose boxes are smaller than tiles: those with a `box`, the sizes of
+    all dims but the last. Triton takes the sizes of tiles, powers of two, when it encodes a descriptor."""
+    if not any(hasattr(x, "box") for x in (*args, *named.values())):
+        return
+    compiled = kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
     values = [*args, *(named[n] for n in kernel.signature.parameters if n in named)]
-    found = [x for x in values if type(x).__name__ == "TensorDescriptor"]
-    if any(hasattr(x, "box") for x in found):
-        compiled = kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
-        for x, form in zip(found, compiled.metadata.tensordesc_meta):
-            if hasattr(x, "box"):
-                form["block_size"] = [*x.box, form["block_size"][-1]]
+    descriptors = [x for x in values if type(x).__name__ == "TensorDescriptor"]
+    for x, form in zip(descriptors, compiled.metadata.tensordesc_meta, strict=True):
+        if hasattr(x, "box"):
+            form["block_size"] = [*x.box, form["block_size"][-1]]
 
 
 def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
