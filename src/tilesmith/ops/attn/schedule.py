@@ -2,8 +2,9 @@
 
 Pure functions of sizes. The order of tiles and the split of their steps are those of the device kernels, which do the
 same arithmetic; `makespan` predicts how many steps the slowest SM makes. Today it ranks splits of the keys
-(`splits_of`), runs of narrow windows (`run_of`) and sections of heads of a backward (`section_of`); the thresholds of
-`plan.tables` are what it has yet to replace.
+(`splits_of`), runs of narrow windows (`run_of`), sections of heads of a backward (`section_of`), and tiles of a forward
+by their kind and by the heads whose queries they hold (`tiles_time`); the thresholds of `plan.tables` are what it has
+yet to replace.
 """
 
 from __future__ import annotations

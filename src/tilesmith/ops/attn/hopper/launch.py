@@ -170,8 +170,8 @@ def describe(x: Tensor, tile: Tile) -> TensorDescriptor:
 
 
 def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide: int = 0) -> TensorDescriptor:
-    """`describe` of tiles of `rows` rows of `heads` heads, and of all columns or so many. Of fewer than 64 rows that are
-    no power of two it has a `box` (`triton_private.run`), and the tile's last rows are not loaded or stored."""
+    """`describe` of tiles of `rows` rows of `heads` heads, and of all columns or so many. Where these are no powers of
+    two it has a `box` (`triton_private.run`), and the last of a tile's 64 rows are not loaded or stored."""
     x, strides = tma_view(x)
     shape, block = list(x.shape), [1, heads, rows, wide or columns(x.shape[3])]
     if packed:

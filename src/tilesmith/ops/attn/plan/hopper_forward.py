@@ -211,7 +211,7 @@ def _head_time(
 
 
 def _halves(s: Shape, config: HopperConfig, window: Window) -> bool:
-    """Whether the diagonal halves the last block of a consumer, so that no other block needs a mask (HALF of `Walk`)."""
+    """Whether the diagonal halves a consumer's last block, so that no other block needs a mask (HALF of `Walk`)."""
     step = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
     aligned = s.tokens % step == (s.keys - s.tokens) % step == 0
     served = config.consumers in (2, 3) and config.block_n == 128
