@@ -13,6 +13,7 @@ from tilesmith.engine import ops as declared
 from tilesmith.engine.backends import triton_missing
 from tilesmith.ops.attn.cases.groups import UNEVEN_GROUPS
 from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
+from tilesmith.ops.attn.schedule import tile_heads
 from tilesmith.validate.cases import check_each
 
 if not torch.cuda.is_available() or torch.version.hip or triton_missing() is not None:
@@ -107,12 +108,36 @@ def _packs():
     """Windows of groups, and each number of heads whose queries a tile may hold."""
     for name, (sizes, _) in WINDOW_PACKED.items():
         group = sizes[1] // sizes[2]
-        yield from ((name, heads) for heads in (2, 4, 8) if group % heads == 0)
+        yield from ((name, heads) for heads in tile_heads(group)[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "heads"), _packs())
 def test_tiles_of_windows_that_hold_queries_of_several_heads(name, heads, dtype):
+    op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
+    pins = {"attention": f"hopper:heads={heads}", "attention_vjp": "hopper"}
+    result = next(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pins))
+    assert result.passed and not result.message, result.message
+
+
+SHARED = (
+    "d128_causal_tiles", "d64_two_programs", "d64_shares", "d96_tiles", "d88_group_of_3", "d80_group_of_5",
+    "d128_whole_more_queries", "d64_causal_turns", "d128_group_of_7", "d64_group_of_3", "d256_group_of_7",
+    "d256_many_tiles", "d256_more_queries", "d64_group_of_7", "d72_key_shares_behind", "d128_key_shares_softcap",
+    "d256_many_tiles_full",
+)  # fmt: skip
+
+
+def _shared():
+    """Calls without a window, and each number of heads whose queries a tile may hold."""
+    for case in (case for case in cases("attention") if case.name in SHARED):
+        given = case.build(torch.device("meta"), torch.bfloat16, case.generator("cpu"))
+        yield from ((case.name, n) for n in tile_heads(given["q"].shape[1] // given["k"].shape[1])[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("name", "heads"), _shared())
+def test_tiles_without_a_window_that_hold_queries_of_several_heads(name, heads, dtype):
     op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
     pins = {"attention": f"hopper:heads={heads}", "attention_vjp": "hopper"}
     result = next(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pins))

@@ -44,6 +44,7 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
     Raises RuntimeError, naming the folder, where Triton's cache is damaged or cannot be written.
     """
     try:
+        _have_boxes(kernel, args, named)
         return kernel[grid](*args, **{**OPTIONS, **named})
     except (json.JSONDecodeError, OSError) as problem:
         folder = _cache_dir()
@@ -53,6 +54,19 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any
             f"Triton cannot use its cache of compiled kernels in {folder} ({problem}): delete that folder, or set "
             "TRITON_CACHE_DIR to one that can be written"
         ) from problem
+
+
+def _have_boxes(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:
+    """Tell a kernel's launcher of the descriptors whose boxes are smaller than tiles: those with a `box`, the sizes of
+    all dims but the last. Triton takes the sizes of tiles, powers of two, when it encodes a descriptor."""
+    if not any(hasattr(x, "box") for x in (*args, *named.values())):
+        return
+    compiled = kernel.warmup(*args, grid=(1,), **{**OPTIONS, **named})
+    values = [*args, *(named[n] for n in kernel.signature.parameters if n in named)]
+    descriptors = [x for x in values if type(x).__name__ == "TensorDescriptor"]
+    for x, form in zip(descriptors, compiled.metadata.tensordesc_meta, strict=True):
+        if hasattr(x, "box"):
+            form["block_size"] = [*x.box, form["block_size"][-1]]
 
 
 def warm(kernel: Any, args: tuple, named: Mapping[str, Any]) -> None:

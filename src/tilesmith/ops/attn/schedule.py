@@ -2,8 +2,9 @@
 
 Pure functions of sizes. The order of tiles and the split of their steps are those of the device kernels, which do the
 same arithmetic; `makespan` predicts how many steps the slowest SM makes. Today it ranks splits of the keys
-(`splits_of`), runs of narrow windows (`run_of`) and sections of heads of a backward (`section_of`); the thresholds of
-`plan.tables` are what it has yet to replace.
+(`splits_of`), runs of narrow windows (`run_of`), sections of heads of a backward (`section_of`), and tiles of a forward
+by their kind and by the heads whose queries they hold (`tiles_time`); the thresholds of `plan.tables` are what it has
+yet to replace.
 """
 
 from __future__ import annotations
@@ -92,14 +93,28 @@ def seen_steps(tokens: int, keys: int, block_m: int, block_n: int, left: int | N
     return found
 
 
-def placed_steps(tokens: int, keys: int, block_m: int, block_n: int, right: int) -> list[int]:
-    """`seen_steps` of tiles of a forward without a window under a causal mask: they end where the queries do,
-    to 64 (`Walk.placed`), so that the tile with fewer queries is one of the first."""
-    blocks, found = cdiv(tokens, block_m), []
-    behind = (blocks * block_m - tokens) // 64 * 64
+def placed_steps(
+    tokens: int, keys: int, consumers: int, positions: int, block_n: int, right: int, skip: bool, half: bool
+) -> list[float]:
+    """The steps of each tile of a forward without a window under a causal mask, of which consumers make different
+    numbers: between those of the busiest one, which the tile waits for, and their mean, since they share the tensor
+    cores. Half blocks on the diagonal are taken from the mean: they spare the masks of all other blocks, too.
+
+    Tiles end where the queries do, to the `positions` of a consumer (`Walk.placed`), so that the tile with fewer
+    queries is one of the first. skip: consumers leave out blocks that only others see (SKIP). half: of a last block of
+    which it sees at most the first half a consumer makes that half, the first of two or any of three (HALF).
+    """
+    block_m, shift, found = consumers * positions, keys - tokens, []
+    blocks = cdiv(tokens, block_m)
+    behind = (blocks * block_m - tokens) // positions * positions
     for tile in range(blocks):
-        last = min(max(tile * block_m - behind, 0) + block_m, tokens) - 1
-        found.append(max(cdiv(min(keys, last + keys - tokens + right + 1), block_n), 1))
+        start = max(tile * block_m - behind, 0)
+        lasts = [min(start + (c + 1) * positions, tokens) - 1 for c in range(consumers)]
+        ends = [max(min(keys, last + shift + right + 1), 1) for last in lasts]
+        made = [cdiv(end if skip else ends[-1], block_n) for end in ends]
+        able = ends if consumers == 3 else ends[:1]
+        halves = sum((end - 1) % block_n < block_n // 2 for end in able) / 2 if half else 0
+        found.append((max(made) + (sum(made) - 2 * halves) / consumers) / 2)
     return found
 
 
@@ -201,7 +216,7 @@ def _section_times(
 MANY = 16  # rounds of tiles, of which the order no longer matters
 
 
-def tiles_time(steps: Sequence[int], heads: int, ctas: int, start: float, tile: float, step: float) -> float:
+def tiles_time(steps: Sequence[float], heads: int, ctas: int, start: float, tile: float, step: float) -> float:
     """The predicted time of persistent CTAs that take the longest tiles first. steps: of the tiles of each of `heads`.
     start, tile, step: what the launch, a tile and a step take."""
     total = heads * (len(steps) * tile + sum(steps) * step)
@@ -211,7 +226,12 @@ def tiles_time(steps: Sequence[int], heads: int, ctas: int, start: float, tile: 
     return start + makespan((n * step for n in longest_first for _ in range(heads)), ctas, tile)
 
 
-TILE_HEADS = (1, 2, 4, 8)  # a tile of 64 queries has at least the 8 positions that are a box of the swizzle
+TILE_HEADS = 8  # at most: a tile of 64 queries has at least the 8 positions that are a box of the swizzle
+
+
+def tile_heads(group: int) -> list[int]:
+    """Of how many of a group's query heads a tile may hold the queries."""
+    return [heads for heads in range(1, TILE_HEADS + 1) if group % heads == 0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,10 +247,9 @@ def tile_heads_times(
     """
     consumers, block_n, stages = tile
     times = {}
-    for heads in TILE_HEADS:
-        if group % heads == 0:
-            steps = window_steps(tokens, keys, 64 * consumers // heads, block_n, left, right, consumers, stages)
-            times[heads] = tiles_time(steps, rows // heads, ctas, 0.0, TILE, 1.0)
+    for heads in tile_heads(group):
+        steps = window_steps(tokens, keys, 64 // heads * consumers, block_n, left, right, consumers, stages)
+        times[heads] = tiles_time(steps, rows // heads, ctas, 0.0, TILE, 1.0)
     return times
 
 

@@ -35,13 +35,18 @@ def _behind(there, desc, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, rest_desc, there, barrier, tile, rest, REST: gl.constexpr, PACKED: gl.constexpr):
-    """Start the TMA load of a tile and its rest. As with `tma_load`, `barrier` receives one arrival."""
+def load_tile(desc, rest_desc, there, barrier, tile, rest, REST: gl.constexpr, PACKED: gl.constexpr,
+              HELD: gl.constexpr = 64):  # fmt: skip
+    """Start the TMA load of a tile and its rest. As with `tma_load`, `barrier` receives one arrival. HELD: of 64 rows
+    those that a box holds; the others keep what shared memory had."""
     if REST > 0:
-        BYTES: gl.constexpr = desc.block_type.nbytes + rest_desc.block_type.nbytes
+        BYTES: gl.constexpr = (desc.block_type.nbytes + rest_desc.block_type.nbytes) // 64 * HELD
         mbarrier_expect(barrier, BYTES)
         tma_copy(desc, there, barrier, tile)
         tma_copy(rest_desc, _behind(there, desc, PACKED), barrier, rest)
+    elif HELD < 64:
+        mbarrier_expect(barrier, desc.block_type.nbytes // 64 * HELD)
+        tma_copy(desc, there, barrier, tile)
     else:
         tma_load(desc, there, barrier, tile)
 

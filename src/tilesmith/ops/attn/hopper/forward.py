@@ -77,7 +77,7 @@ def _produce(parts, descs, counter, table, lists, indices):
                     q_corner = corner(q_place, first_head, start + c * apart, tokens, walk.PACKED)
                     load_tile(
                         q_desc, q_rest_desc, q_corner, q_full.index(box), q.index(box), q_rest.index(box), walk.REST,
-                        walk.PACKED,
+                        walk.PACKED, 64 // walk.HEADS * walk.HEADS,
                     )  # fmt: skip
             t = count % walk.V_STAGES
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
@@ -408,13 +408,14 @@ def attention_fwd_kernel(
     gl.static_assert(not STREAM_K or (WINDOWLESS and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
-    gl.static_assert(HEADS == 1 or (LEFT and not PACKED and dropout is None and out_ptr is None))
+    gl.static_assert(HEADS == 1 or not (PACKED or LIST_K > 0 or HALF or STREAM_K or dropout is not None))
+    gl.static_assert(HEADS == 1 or out_ptr is None)
     OUT_IN_Q: gl.constexpr = D == DV and D + REST > 128 and out_ptr is None  # out takes the place of q
     if PACKED:
         blocks = gl.load(table)
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, CONSUMERS * 64 // HEADS, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, 64 // HEADS * CONSUMERS, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
         HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)

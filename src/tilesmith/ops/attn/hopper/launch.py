@@ -170,7 +170,8 @@ def describe(x: Tensor, tile: Tile) -> TensorDescriptor:
 
 
 def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide: int = 0) -> TensorDescriptor:
-    """`describe` of tiles of `rows` rows of `heads` heads, and of all columns or so many."""
+    """`describe` of tiles of `rows` rows of `heads` heads, and of all columns or so many. Where these are no powers of
+    two it has a `box` (`triton_private.run`), and the last of a tile's 64 rows are not loaded or stored."""
     x, strides = tma_view(x)
     shape, block = list(x.shape), [1, heads, rows, wide or columns(x.shape[3])]
     if packed:
@@ -178,4 +179,9 @@ def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide:
         strides = [2**34 - token, token, head, token, 1]
         shape, block = [2**31 - 2**16, 2**31 - 2**16, shape[1], 2**30, shape[3]], [1, *block]
     swizzle = 128 if block[-1] >= 64 else block[-1] * x.element_size()
-    return TensorDescriptor(x, shape, strides, block, _TILES[len(shape), 8 * x.element_size(), swizzle])
+    layout = _TILES[len(shape), 8 * x.element_size(), swizzle]
+    if rows & (rows - 1) or heads & (heads - 1):  # Triton knows tiles of powers of two alone: the box is a part of one
+        made = TensorDescriptor(x, shape, strides, [1, 1, 64, block[-1]], layout)
+        made.box = tuple(block[:-1])
+        return made
+    return TensorDescriptor(x, shape, strides, block, layout)

@@ -16,7 +16,8 @@ class Walk:
     consumers see every other block whole. STREAM_K: CTAs make whole rounds of tiles; those left over are
     divided (`stream_k`). REST, V_REST: columns of queries and keys behind D, of values behind DV (`columns`). HEADS: of
     q that a tile holds the queries of, one head's rows after another's; then heads, rows, section and group count packs
-    of so many, and BM is a tile's positions.
+    of so many, and BM is a tile's positions. Of a consumer's 64 rows the last ones hold nothing where HEADS does not
+    divide 64.
     """
 
     tokens: gl.tensor
@@ -105,12 +106,13 @@ class Walk:
     @gluon.jit
     def placed(self, start, head, tokens):
         """The first query of a tile, how far its consumers' queries are apart, and their heads. Under a causal mask
-        tiles end where the queries do, to 64, so that the one with fewer is that of the first queries, which see the
-        fewest keys; it makes some of the next one's again. In documents, where the last queries fill half a tile, they
-        are made for two heads of a group, and the second head's tile makes the first queries' again."""
+        tiles end where the queries do, to a consumer's positions, so that the one with fewer is that of the first
+        queries, which see the fewest keys; it makes some of the next one's again. In documents, where the last queries
+        fill half a tile, they are made for two heads of a group, and the second head's tile makes the first queries'
+        again."""
         apart, other = 64 // self.HEADS, 0
         if self.RIGHT and not self.LEFT and not self.PACKED and self.LIST_K == 0:
-            start = gl.maximum(start - (self.blocks * self.BM - self.tokens) // 64 * 64, 0)
+            start = gl.maximum(start - (self.blocks * self.BM - self.tokens) // apart * apart, 0)
         if self.RIGHT and not self.LEFT and self.PACKED and self.CONSUMERS == 2:
             half = (self.group % 2 == 0) & (start > 0) & (tokens - start <= 64)
             start = gl.where(half & (head % 2 == 1), 0, start)
@@ -130,12 +132,17 @@ class Walk:
 
     @gluon.jit
     def queries(self, start, LAYOUT: gl.constexpr):
-        """The positions of a consumer's 64 rows, of which the first is `start`, and their heads of the pack."""
+        """The positions of a consumer's 64 rows, of which the first is `start`, and their heads of the pack. Rows that
+        hold nothing are behind the last position."""
+        POSITIONS: gl.constexpr = 64 // self.HEADS
         row = gl.arange(0, 64, LAYOUT)
         if self.HEADS == 1:
             queries, heads = start + row, 0
         else:
-            queries, heads = start + row % (64 // self.HEADS), row // (64 // self.HEADS)
+            queries, heads = start + row % POSITIONS, row // POSITIONS
+            if POSITIONS * self.HEADS < 64:
+                queries = gl.where(heads < self.HEADS, queries, self.tokens)
+                heads = gl.minimum(heads, self.HEADS - 1)
         return queries, heads
 
     @gluon.jit

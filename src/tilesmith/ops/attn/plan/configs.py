@@ -8,8 +8,8 @@ from typing import NamedTuple
 class HopperConfig(NamedTuple):
     """consumers: warpgroups with 64 queries each. block_n: keys of a tile. stages: key and value tiles in flight.
     q_stages: query tiles in flight. v_stages: value tiles in flight where they are not as many as key tiles.
-    heads: query heads that share keys whose queries a tile of a window holds, 1, 2, 4 or 8; 0 for as many as a model of
-    the schedule wants, and 1 where a call's heads or features allow no more.
+    heads: query heads that share keys whose queries a tile holds, a divisor of their number up to 8; 0 for as many as a
+    model of the schedule wants, and 1 where a call's features allow no more.
     Where block_n is 0, the tiles are those of `tables.FORWARD_TILES` that have as many consumers, or, where none have,
     those for which a model of the schedule predicts the least time.
     Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`). Above

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,12 +22,12 @@ from tilesmith.ops.attn.plan.tables import (
 )
 from tilesmith.ops.attn.schedule import (
     NEAR,
-    TILE_HEADS,
     even_makespan,
     placed_steps,
     run_of,
     seen_steps,
     stream_k_ctas,
+    tile_heads,
     tile_heads_of,
     tile_heads_times,
     tiles_time,
@@ -156,30 +156,66 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
 
 
 def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
-    """The tiles among which a model chooses where a configuration leaves them open."""
+    """The tiles whose times are known, among which a model chooses where a configuration leaves them open."""
     made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
-    return FORWARD_TILES[min(made, 96) if made <= 128 else 256]
+    return FORWARD_TILES[made if made <= 128 else 256]
+
+
+def _time_of(s: Shape, config: HopperConfig) -> TileTime | None:
+    """What is known of a configuration's tiles."""
+    kind = config.consumers, config.block_n
+    return next((time for tiles, time in _open_tiles(s).items() if (tiles.consumers, tiles.block_n) == kind), None)
 
 
 def _predicted(s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, arch: Any) -> float:
     """What a call takes in these tiles, in µs."""
-    right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
     if window.hides_left:
-        heads, _ = _tile_heads(s, config, window, arch)
-        tiling = 64 * config.consumers // heads, config.block_n, window.left, right, config.consumers, config.stages
+        heads, _ = _tile_heads(s, config, window, wide, arch)
+        right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
+        tiling = 64 // heads * config.consumers, config.block_n, window.left, right, config.consumers, config.stages
         steps = window_steps(s.tokens, s.keys, *tiling)
         return tiles_time(steps, s.rows // heads, arch.sms, time.start, tile, time.step)
-    steps = seen_steps(s.tokens, s.keys, 64 * config.consumers, config.block_n, None, right)
-    tiles = len(steps) * s.rows
-    division = _division(s, config, tiles, window, wide, arch)
+    times = _head_times(s, config, time, window, wide, arch)
+    return times[tile_heads_of(times)]
+
+
+def _head_times(
+    s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, arch: Any
+) -> dict[int, float]:
+    """The predicted times of a call without a left edge, in µs, by the query heads that share keys whose queries one
+    tile holds: the last tile of few positions is cut less."""
+    many = [1] if _of_one_head(s) else tile_heads(s.group)
+    return {heads: _head_time(s, config, time, window, wide, heads, arch) for heads in many}
+
+
+def _head_time(
+    s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, heads: int, arch: Any
+) -> float:
+    """`_head_times` of so many heads."""
+    right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
+    positions = 64 // heads
+    steps = seen_steps(s.tokens, s.keys, positions * config.consumers, config.block_n, None, right)
+    tiles = len(steps) * s.rows // heads
+    division = _division(s, config, tiles, window, wide, arch) if heads == 1 else Division(tiles, 0)
     if not division.ctas:
+        placed: Sequence[float] = steps
         if right is not None:
-            steps = placed_steps(s.tokens, s.keys, 64 * config.consumers, config.block_n, right)
-        return tiles_time(steps, s.rows, arch.sms, time.start, tile, time.step)
+            skip = config.block_n * heads <= 64 * (config.consumers - 1)  # SKIP of `Walk`
+            half = heads == 1 and _halves(s, config, window)
+            placed = placed_steps(s.tokens, s.keys, config.consumers, positions, config.block_n, right, skip, half)
+        return tiles_time(placed, s.rows // heads, arch.sms, time.start, tile, time.step)
     left, work = tiles - division.undivided, s.rows * sum(steps) - division.undivided * steps[0]
     parts = 1 if division.ctas % left == 0 else 2  # of tiles that a CTA has
     rounds = even_makespan(division.undivided, steps[0] * time.step, arch.sms, tile)
     return time.start + rounds + tile + cdiv(work, division.ctas) * time.step + parts * STREAM_K_PART.value
+
+
+def _halves(s: Shape, config: HopperConfig, window: Window) -> bool:
+    """Whether the diagonal halves a consumer's last block, so that no other block needs a mask (HALF of `Walk`)."""
+    step = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
+    aligned = s.tokens % step == (s.keys - s.tokens) % step == 0
+    served = config.consumers in (2, 3) and config.block_n == 128
+    return aligned and served and s.causal and not (window.hides_left or s.packed or s.lists)
 
 
 def _chosen_tiles(s: Shape, config: HopperConfig, window: Window, wide: int, arch: Any) -> tuple[HopperConfig, str]:
@@ -204,29 +240,40 @@ def _within_lists(s: Shape, config: HopperConfig) -> HopperConfig:
     return config
 
 
-def _tile_heads(s: Shape, config: HopperConfig, window: Window, arch: Any) -> tuple[int, str]:
-    """How many heads' queries a tile holds, and why."""
-    if not window.hides_left or s.group == 1:
-        return 1, ""
-    other = {
+def _of_one_head(s: Shape) -> str:
+    """Why a tile holds the queries of one head; empty where it may hold those of several."""
+    why = {
         "documents end inside a tile": s.packed, "block lists name keys by the head": s.lists > 0,
         "dropout draws by the head": s.dropout, "out in fp32 is stored by the head": s.out_fp32,
     }  # fmt: skip
-    for why, there in other.items():
-        if there:
-            return 1, f"window: a tile holds the queries of one head: {why}"
+    return next((reason for reason, there in why.items() if there), "")
+
+
+def _tile_heads(s: Shape, config: HopperConfig, window: Window, wide: int, arch: Any) -> tuple[int, str]:
+    """How many heads' queries a tile holds, and why."""
+    what, time = "window: " if window.hides_left else "", _time_of(s, config)
+    if s.group == 1:
+        return 1, ""
+    if why := _of_one_head(s):
+        return 1, f"{what}a tile holds the queries of one head: {why}"
     if config.heads:
-        heads = math.gcd(config.heads, s.group, max(TILE_HEADS))
-        return heads, f"window: a tile holds the queries of {heads} heads, the configuration's {config.heads}"
-    tile, right = (config.consumers, config.block_n, config.stages), window.right if window.hides_right else None
-    times = tile_heads_times(s.rows, s.group, s.tokens, s.keys, window.left, right, tile, arch.sms)
+        heads = max(n for n in tile_heads(s.group) if config.heads % n == 0)
+        return heads, f"{what}a tile holds the queries of {heads} heads, the configuration's {config.heads}"
+    rows, right = 64 * config.consumers, window.right if window.hides_right else None
+    if window.hides_left:
+        tile = config.consumers, config.block_n, config.stages
+        times = tile_heads_times(s.rows, s.group, s.tokens, s.keys, window.left, right, tile, arch.sms)
+        unit, least = "steps", "fewest"
+    elif time is not None:
+        times, unit, least = _head_times(s, config, time, window, wide, arch), "µs", "least"
+    else:
+        return 1, "a tile holds the queries of one head: times of such tiles were not measured"
     heads = tile_heads_of(times)
-    rows = 64 * config.consumers
-    told = "the predicted steps by the heads are " + ", ".join(f"{n}: {time:.0f}" for n, time in times.items())
+    told = f"the predicted {unit} by the heads are " + ", ".join(f"{n}: {found:.0f}" for n, found in times.items())
     if heads == 1:
-        return 1, f"window: a tile holds {rows} queries of one head, since {told}"
-    held = f"{rows // heads} queries of each of {heads} heads that share keys"
-    return heads, f"window: a tile holds {held}, since {told}: the most heads within 2 % of the fewest"
+        return 1, f"{what}a tile holds {rows} queries of one head, since {told}"
+    held = f"{64 // heads * config.consumers} queries of each of {heads} heads that share keys"
+    return heads, f"{what}a tile holds {held}, since {told}: the most heads within 2 % of the {least}"
 
 
 @lru_cache(maxsize=1024)
@@ -248,8 +295,8 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         if within != config:
             reasons.append("block lists: tiles of two consumers whose blocks divide the lists'")
         config = within
-    heads, why = _tile_heads(s, config, window, arch)
-    block_m = 64 * config.consumers // heads
+    heads, why = _tile_heads(s, config, window, wide, arch)
+    block_m = 64 // heads * config.consumers
     tables = Tables(cdiv(s.tokens, block_m))
     if s.packed:
         tables = query_tables(s, window, block_m)
@@ -257,7 +304,7 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     if s.lists:
         tables = _list_tables(s, window.hides_right, block_m, config.block_n)
     tiles = tables.blocks * s.rows // heads
-    division = _division(s, config, tiles, window, wide, arch)
+    division = _division(s, config, tiles, window, wide, arch) if heads == 1 else Division(tiles, 0)
     alike = not (window.hides_left or window.hides_right or s.packed or s.lists)
     together = heads_together(s, arch.l2, alike or (s.lists > 0 and not window.hides_right))
     steps, scratch = list(tables.steps), list(tables.scratch)
@@ -328,13 +375,9 @@ def _tiles(call: _Call) -> Step:
     s, config, window = call.s, call.config, call.window
     ctas = min(call.arch.sms, call.division.undivided)
     dynamic = ctas < call.division.undivided
-    step = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
-    aligned = (
-        s.tokens % step == (s.keys - s.tokens) % step == 0 and config.consumers in (2, 3) and config.block_n == 128
-    )
     constants = {
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
-        "HALF": aligned and s.causal and not (window.hides_left or s.packed or s.lists),
+        "HALF": call.heads == 1 and _halves(s, config, window),
         "STREAM_K": call.division.ctas > 0, **({"HEADS": call.heads} if call.heads > 1 else {}), **call.kinds(),
         **dropout_constants(s),
     }  # fmt: skip

@@ -113,6 +113,7 @@ HOPPER_FORWARD = (
         "windows of 256 / 512 / 1024 keys at 32k, us: 210 / 308 / 507, in blocks of 128 keys 255 / 329 / 493",
     ),
     Row({"local": True}, HopperConfig(2, 64, 6, 2), "as above at head dim 64: 312 / 468 / 789 and 373 / 488 / 776"),
+    Row({"wide": (97, 128), "causal": True, "whole": True}, HopperConfig(0, 0, 0), "by `FORWARD_TILES`"),
     Row(
         {"wide": 128, "causal": True, "keys": (None, 512)}, HopperConfig(2, 64, 4, 2),
         "512 keys: 333, in blocks of 128 keys 309",
@@ -135,7 +136,7 @@ HOPPER_FORWARD = (
 
 class TileTime(NamedTuple):
     """What a persistent forward takes, in µs: its start and end, each tile, each step, and each tile of a causal mask
-    more."""
+    more. `schedule.placed_steps` counts the steps."""
 
     start: float
     tile: float
@@ -145,34 +146,37 @@ class TileTime(NamedTuple):
 
 FORWARD_TILES = {
     64: {
-        HopperConfig(3, 128, 3, v_stages=4): TileTime(10.3, 2.0, 1.34, 1.0),
-        HopperConfig(4, 64, 6): TileTime(10.7, 1.7, 1.0, 0.2),
-        HopperConfig(2, 64, 6, 2): TileTime(8.3, 1.0, 0.61, 0.1),
+        HopperConfig(3, 128, 3, v_stages=4): TileTime(12.7, 1.45, 1.36, 1.4),
+        HopperConfig(4, 64, 6): TileTime(11.6, 1.4, 1.02, 1.0),
+        HopperConfig(2, 64, 6, 2): TileTime(8.4, 0.75, 0.63, 0.45),
     },
     80: {
-        HopperConfig(2, 128, 3, 2, 3): TileTime(13.6, 0.8, 1.33, 0.7),
-        HopperConfig(3, 64, 6): TileTime(9.9, 1.6, 0.96, 0.9),
-        HopperConfig(2, 64, 5, 2): TileTime(10.6, 0.7, 0.79, 0.5),
+        HopperConfig(2, 128, 3, 2, 3): TileTime(14.1, 0.7, 1.33, 0.8),
+        HopperConfig(3, 64, 6): TileTime(10.1, 1.6, 0.96, 1.4),
+        HopperConfig(2, 64, 5, 2): TileTime(10.6, 0.7, 0.79, 0.7),
     },
     96: {
-        HopperConfig(2, 128, 3, 2, 3): TileTime(13.6, 0.8, 1.38, 0.7),
-        HopperConfig(3, 64, 6): TileTime(9.9, 1.6, 1.05, 0.9),
-        HopperConfig(2, 64, 5, 2): TileTime(10.6, 0.7, 0.83, 0.5),
+        HopperConfig(2, 128, 3, 2, 3): TileTime(14.1, 0.7, 1.39, 0.8),
+        HopperConfig(3, 64, 6): TileTime(10.1, 1.6, 1.05, 1.4),
+        HopperConfig(2, 64, 5, 2): TileTime(10.6, 0.7, 0.83, 0.7),
+    },
+    128: {
+        HopperConfig(2, 128, 2, v_stages=3): TileTime(9.5, 1.4, 1.46, 0.5),
+        HopperConfig(2, 64, 4, 2): TileTime(8.4, 1.25, 0.81, 0.2),
     },
     256: {
-        HopperConfig(2, 64, 2): TileTime(7.0, 3.5, 1.35, 2.0),
-        HopperConfig(1, 64, 3): TileTime(6.0, 2.5, 0.9, 0.5),
+        HopperConfig(2, 64, 2): TileTime(6.2, 4.4, 1.32, 0.1),
+        HopperConfig(1, 64, 3): TileTime(6.1, 2.4, 0.87, 0.8),
     },
 }
 """Tiles without documents or dropout, and up to 128 columns without a window, by the columns of their products, those
 that are best in large calls first.
 
-64: times fitted to 63 measurements, 15 calls of 197 to 4,096 tokens that no table has, and 512 to 16k keys at 16,384
-tokens; of those 15 calls they have a root mean square error of 4.6, 4.1 and 2.4 %. What they choose is 1.3 % slower
-than the best of eight such tiles, 7.6 % at most. 80 and 96: five numbers a kind of tile, its step at either, fitted to
-14 calls of 257 to 12,280 tokens, with an error of 2.1, 2.1 and 1.7 %; what they choose is 0.01 % slower than the best
-of the three. 256: to 15 and 5 calls, windows among them, with an error of 4 and 2 %
-(`docs/log/hopper-attention.md`)."""
+Fitted to calls of up to 1.2 ms. 64, 128 and 256: 28 grouped causal calls by every number of heads that a tile may hold,
+benched ones, and at head dim 64 15 that no table has: of 41 to 75 measurements a kind of tile a root mean square error
+of 4.8, 3.7, 2.3; 2.7, 2.9; 3.2 and (of 13) 1.0 %. Of those 28 calls what they choose takes .2 % longer than the best
+tiles and heads, 1.7 % at most. 80 and 96: five numbers a kind of tile, its step at either, fitted to 14 calls of 257 to
+12,280 tokens, with an error of 1.8, 2.1 and 1.6 % (`docs/log/hopper-attention.md`)."""
 
 
 def hopper_forward(dims: Mapping[str, int], arch: Any, dtype: Any) -> HopperConfig:
