@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilesmith
-from tilesmith.bench.ranks import current_device, memory_in_use, peak, process_group, slowest, synchronize
+from tilesmith.bench.ranks import current_device, memory_in_use, peak, process_group, slowest
+from tilesmith.engine.timing import synchronize
 
 
 def layer_and_head(sizes: dict[str, int], tokens: int, device: torch.device) -> nn.Module:

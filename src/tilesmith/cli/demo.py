@@ -204,13 +204,14 @@ def _check(models: Mapping[str, nn.Module], subject: Subject) -> list[dict[str, 
 
 def _fitting(models: Mapping[str, nn.Module], subject: Subject, plan: Plan) -> int:
     """The planned number of steps, or as many as fit the time meant for training, at least 20."""
-    from tilesmith.cli.training import timed
+    from tilesmith.engine.timing import wall_time
 
     ids = _batch(models[ORIGINAL], subject, plan)
     steps = [_gradients(model, ids) for model in models.values()]
     for step in steps:
         step()
-    return max(20, min(plan.steps, int(TRAINING_SECONDS / sum(timed(step, ids.device) for step in steps))))
+    seconds = sum(wall_time(step, ids.device) for step in steps) / 1e6
+    return max(20, min(plan.steps, int(TRAINING_SECONDS / seconds)))
 
 
 def _batch(model: nn.Module, subject: Subject, plan: Plan) -> torch.Tensor:
