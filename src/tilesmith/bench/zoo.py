@@ -16,7 +16,7 @@ from tilesmith.bench.document import document, summary
 from tilesmith.bench.run import case_rows, ceilings
 from tilesmith.bench.sweep_inputs import INPUTS, LARGE
 from tilesmith.engine import Case, T, ops
-from tilesmith.engine.case import tokens_first
+from tilesmith.engine.inits import tokens_first
 
 try:
     import tomllib

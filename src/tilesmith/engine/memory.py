@@ -226,9 +226,9 @@ class ChunkedOp(Op):
         return (*full[: self._chunk], rows, *full[self._chunk + 1 :])
 
 
-def held(x: Tensor | None) -> int:
-    """Bytes of x."""
-    return 0 if x is None else x.numel() * x.element_size()
+def held(*tensors: Tensor | None) -> int:
+    """Bytes of tensors together; None has none."""
+    return sum(x.nbytes for x in tensors if x is not None)
 
 
 def computed_in(x: Tensor) -> torch.dtype:

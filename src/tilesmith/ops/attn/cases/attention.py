@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import GPU, SMALL, TEST, Init, far_heads, tokens_first
+from tilesmith.engine.case import GPU, SMALL, TEST, Init
+from tilesmith.engine.inits import dropout_seed, far_heads, int32s, tokens_first
 from tilesmith.ops.attn.cases import decode as decode_cases
 from tilesmith.ops.attn.cases import fp8 as fp8_cases
 from tilesmith.ops.attn.cases.groups import UNEVEN_GROUPS
@@ -20,10 +21,6 @@ from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
 BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
 TIMED = frozenset({"bench"})
 HALF = (torch.float16, torch.bfloat16)
-
-
-def _given(*values: int) -> Init:
-    return lambda generator, shape, device: torch.tensor(values, dtype=torch.int32, device=device).view(*shape)
 
 
 def _apart(*values: float) -> Init:
@@ -106,8 +103,8 @@ def _listed(
         long = len(lists) // (batch * heads)
         starts = [ends[first : first + long + 1] for first in range(0, len(lists), long)]
         offsets, indices = tuple(x for row in starts for x in row), tuple(j for row in lists for j in row)
-        args[f"block_offsets{end}"] = T(batch, heads, long + 1, dtype=torch.int32, init=_given(*offsets))
-        args[f"block_indices{end}"] = T(len(indices), dtype=torch.int32, init=_given(*indices))
+        args[f"block_offsets{end}"] = T(batch, heads, long + 1, dtype=torch.int32, init=int32s(*offsets))
+        args[f"block_indices{end}"] = T(len(indices), dtype=torch.int32, init=int32s(*indices))
     return args
 
 
@@ -133,10 +130,10 @@ def attend(
     }
     for name in [n for n in ("kv_lengths", "prefix_lengths") if n in options]:
         values = options.pop(name)
-        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+        args[name] = T(len(values), dtype=torch.int32, init=int32s(*values))
     for name in [n for n in ("cu_seqlens_q", "cu_seqlens_k") if n in options]:
         values = (0, *accumulate(options.pop(name)))
-        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+        args[name] = T(len(values), dtype=torch.int32, init=int32s(*values))
     if "mask" in options:
         args["mask"] = T(*options.pop("mask"), dtype=torch.bool, init=_kept(0.7))
     if "bias" in options:
@@ -152,7 +149,7 @@ def attend(
     if "lists" in options:
         args |= _listed(tokens, keys, *options.pop("lists"))
     if options.get("dropout_p"):
-        args["seed"] = T(2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([2**40 + 7, -5], device=device))
+        args["seed"] = T(2, dtype=torch.int64, init=dropout_seed)
     return {**args, **options}
 
 

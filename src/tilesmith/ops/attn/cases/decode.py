@@ -7,18 +7,10 @@ from torch import Tensor
 
 from tilesmith.engine import Case, T
 from tilesmith.engine.case import BENCH, GPU, SMALL
+from tilesmith.ops.attn.cases.draws import normal, row_lengths
 
 BENCH_ONLY = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
 HALF = (torch.float16, torch.bfloat16)
-
-
-def _lengths(*values: int):
-    """Numbers of valid keys of the rows, repeated from `values`."""
-
-    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.tensor(values * -(-shape[0] // len(values)), dtype=torch.int32, device=device)[: shape[0]]
-
-    return init
 
 
 def _pages(num_pages: int, used: int | None = None):
@@ -45,13 +37,8 @@ def _nan(*index):
     return init
 
 
-def _normal(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Normal numbers in fp32; torch draws none in 8 bits."""
-    return torch.randn(tuple(shape), generator=generator, device=generator.device).to(device)
-
-
 def _rounded(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return (20 * _normal(generator, shape, device)).clamp(-127, 127).to(torch.int8)
+    return (20 * normal(generator, shape, device)).clamp(-127, 127).to(torch.int8)
 
 
 def _factors(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -111,7 +98,7 @@ def _decode(
     kind = {"grad": False, "layout": layout}
     cache = {**kind, "dtype": small}
     if small is not None:
-        cache["init"] = _rounded if small is torch.int8 else _normal
+        cache["init"] = _rounded if small is torch.int8 else normal
     args = {
         "q": T(batch, heads, tokens, dim, **kind),
         "k": T(rows, kv_heads, slots, dim, **cache),
@@ -127,7 +114,7 @@ def _decode(
     if sinks:
         args["sinks"] = T(heads, dtype=torch.float32, grad=False)
     if lengths is not None:
-        args["kv_lengths"] = T(batch, dtype=torch.int32, grad=False, init=_lengths(*lengths))
+        args["kv_lengths"] = T(batch, dtype=torch.int32, grad=False, init=row_lengths(*lengths))
     if page_size:
         args["page_table"] = T(batch, pages, dtype=torch.int32, grad=False, init=_pages(rows))
     return {**args, "causal": True, **options}

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import GPU, SMALL, TEST, tokens_first
+from tilesmith.engine.case import GPU, SMALL, TEST
+from tilesmith.engine.inits import tokens_first
 
 BENCH = frozenset({"bench", "tune"})
 TIMED = frozenset({"bench"})

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import SMALL, Init, tokens_first
+from tilesmith.engine.case import SMALL, Init
+from tilesmith.engine.inits import tokens_first
 
 BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
 HALF = (torch.float16, torch.bfloat16)

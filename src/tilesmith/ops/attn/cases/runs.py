@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import SMALL, Init, tokens_first
+from tilesmith.engine.case import SMALL, Init
+from tilesmith.engine.inits import tokens_first
+from tilesmith.engine.memory import held
 
 BENCH = frozenset({"bench", "tune"})
 HALF = (torch.bfloat16,)
@@ -91,7 +93,7 @@ def _copied(a: Tensor, b: Tensor, runs: Sequence[int]) -> int:
 def _added(a: Tensor, b: Tensor, into_a: Tensor, into_b: Tensor, runs: Sequence[int]) -> int:
     """The sums and what is added read once, the results written once."""
     line = a.shape[3] * a.element_size() + b.shape[3] * b.element_size()
-    whole = sum(x.numel() * x.element_size() for x in (a, b, into_a, into_b))
+    whole = held(a, b, into_a, into_b)
     return whole + a.shape[0] * a.shape[1] * sum(runs[2::3]) * line
 
 

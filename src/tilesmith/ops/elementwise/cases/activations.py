@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
+from tilesmith.engine.inits import far_rows
 
 HALVES = (torch.float16, torch.bfloat16)
 ROWS = (

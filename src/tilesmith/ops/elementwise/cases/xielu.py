@@ -3,7 +3,8 @@
 import torch
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, far_rows
+from tilesmith.engine.case import BENCH, GPU, SMALL
+from tilesmith.engine.inits import far_rows
 from tilesmith.ops.elementwise.cases.activations import HALVES, half, passes, tails
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tilesmith.engine import Case, T
 from tilesmith.engine.case import BENCH, SMALL, Init
+from tilesmith.engine.inits import unit_outputs
+from tilesmith.ops.loss.cases.cross_entropy import bytes_linear_vjp
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, PolicyOptions
 
 BIG = frozenset({"gpu"})
@@ -23,11 +25,6 @@ def _labels(classes: int, prompt: int) -> Init:
         return labels
 
     return init
-
-
-def _small(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give logits of unit size."""
-    return torch.randn(tuple(shape), generator=generator, device=device) / shape[-1] ** 0.5
 
 
 def _pair_rows(tokens: int, classes: int, reference: bool = True) -> Init:
@@ -91,7 +88,7 @@ def _preference(
     init = _pair_rows(*rows, formula != "odds_ratio") if rule.paired else _kto_rows(*rows)
     args: dict = {
         "x": T(batch, length, hidden, grad=x_grad, layout=layout),
-        "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=_small, layout=layout),
+        "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=unit_outputs, layout=layout),
         "target": T(batch, length, dtype=torch.int64, init=_labels(classes, prompt)),
     }
     if rule.options is PolicyOptions:
@@ -102,7 +99,7 @@ def _preference(
         args["sequences"] = T(rule.sequences, batch, dtype=torch.float32, grad=False, init=init)
         default = PairOptions(beta=0.5, label_smoothing=0.1) if rule.options is PairOptions else KTOOptions()
     if bias:
-        args["bias"] = T(classes, dtype=weight, init=_small)
+        args["bias"] = T(classes, dtype=weight, init=unit_outputs)
     return {**args, "formula": formula, "options": list(default if options is None else options), **rest}
 
 
@@ -163,11 +160,6 @@ def _bytes(x: Tensor, weight: Tensor, target: Tensor, **_: object) -> int:
     return moved + target.numel() * (target.element_size() + 8)
 
 
-def _bytes_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:
-    """The saved gradients read, those of x and weight written."""
-    return sum(2 * t.numel() * t.element_size() for t, wanted in zip((x, weight), output_mask) if wanted)
-
-
 def _flops(x: Tensor, weight: Tensor, recompute: bool = False, **_: object) -> int:
     """The logits, and unless they are recomputed the gradients that autograd will ask for."""
     return 2 * x.numel() * weight.shape[0] * (1 + (0 if recompute else x.requires_grad + weight.requires_grad))
@@ -178,5 +170,5 @@ def _flops_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], recompute
     return 2 * x.numel() * weight.shape[0] * (1 + sum(output_mask[:2])) if recompute else 0
 
 
-bytes_moved = {"linear_preference": _bytes, "linear_preference_vjp": _bytes_vjp}
+bytes_moved = {"linear_preference": _bytes, "linear_preference_vjp": bytes_linear_vjp}
 flops = {"linear_preference": _flops, "linear_preference_vjp": _flops_vjp}

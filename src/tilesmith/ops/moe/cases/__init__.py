@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tilesmith.engine import Case, T
 from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.engine.inits import unit_outputs
+from tilesmith.engine.memory import held
 from tilesmith.ops.moe.cases import fp8
 from tilesmith.ops.moe.cases.draws import (
     Init,
@@ -15,7 +17,6 @@ from tilesmith.ops.moe.cases.draws import (
     quarters,
     shares,
     uniform,
-    unit_outputs,
     with_sentinels,
     zipf,
 )
@@ -227,10 +228,6 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _size(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
 def _read(gate_up: Tensor, indices: Tensor) -> float:
     """The share of the experts whose weights are read at least: as many as pairs, where those are fewer."""
     return min(1.0, indices.numel() / gate_up.shape[0])
@@ -249,15 +246,15 @@ def _flops(
 
 
 def _bytes(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> int:
-    return 2 * _size(x) + _size(indices, weights) + int(_read(gate_up, indices) * _size(gate_up, down))
+    return 2 * held(x) + held(indices, weights) + int(_read(gate_up, indices) * held(gate_up, down))
 
 
 def _bytes_vjp(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, output_mask: Sequence[bool]
 ) -> int:
-    written = output_mask[0] * _size(x) + output_mask[1] * _size(gate_up) + output_mask[2] * _size(down)
+    written = output_mask[0] * held(x) + output_mask[1] * held(gate_up) + output_mask[2] * held(down)
     pre = indices.numel() * gate_up.shape[1] * x.element_size()
-    return pre + _size(dy, x, indices) + int(_read(gate_up, indices) * _size(gate_up, down)) + written
+    return pre + held(dy, x, indices) + int(_read(gate_up, indices) * held(gate_up, down)) + written
 
 
 def _flops_vjp(
@@ -279,8 +276,8 @@ bytes_moved = {
     "experts": _bytes,
     "experts_vjp": _bytes_vjp,
     **fp8.bytes_moved,
-    "route": lambda logits, top_k: _size(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
-    "route_vjp": lambda logits, dweights: 2 * _size(logits) + 3 * _size(dweights),
-    "router_losses": lambda logits, indices: _size(logits, indices),
-    "router_losses_vjp": lambda logits, indices: 2 * _size(logits) + _size(indices),
+    "route": lambda logits, top_k: held(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
+    "route_vjp": lambda logits, dweights: 2 * held(logits) + 3 * held(dweights),
+    "router_losses": lambda logits, indices: held(logits, indices),
+    "router_losses_vjp": lambda logits, indices: 2 * held(logits) + held(indices),
 }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilesmith.engine import Case, T
 from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.engine.memory import held
 from tilesmith.ops.moe.cases.draws import Init, always, shares, uniform, with_sentinels, zipf
 
 BIG = frozenset({"gpu"})
@@ -169,10 +170,6 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _size(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def _flops(gate_up8: Tensor, down8: Tensor, indices: Tensor) -> int:
     return 2 * indices.numel() * (gate_up8[0].numel() + down8[0].numel())
 
@@ -184,7 +181,7 @@ def _flops_vjp(gate_up8_t: Tensor, down8_t: Tensor, indices: Tensor, output_mask
 
 def _bytes(x8: Tensor, gate_up8: Tensor, down8: Tensor, indices: Tensor, weights: Tensor) -> int:
     pre = 2 * indices.numel() * gate_up8.shape[1]
-    return 3 * x8.numel() + _size(gate_up8, down8, indices, weights) + pre
+    return 3 * x8.numel() + held(gate_up8, down8, indices, weights) + pre
 
 
 def _bytes_vjp(
@@ -192,7 +189,7 @@ def _bytes_vjp(
     output_mask: Sequence[bool],
 ) -> int:  # fmt: skip
     grads = (output_mask[1] * gate_up8_t.numel() + output_mask[2] * down8_t.numel()) * dy.element_size()
-    return _size(dy, dy8, x, pre, gate_up8_t, down8_t, indices) + output_mask[0] * _size(dy) + grads
+    return held(dy, dy8, x, pre, gate_up8_t, down8_t, indices) + output_mask[0] * held(dy) + grads
 
 
 flops = {"experts_fp8": _flops, "experts_vjp_fp8": _flops_vjp}

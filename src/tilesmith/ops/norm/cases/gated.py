@@ -1,25 +1,19 @@
 """Example inputs of the gated norm."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, far_rows
+from tilesmith.engine.case import BENCH, GPU, SMALL
+from tilesmith.engine.inits import around_one, far_rows
 
 HALVES = (torch.float16, torch.bfloat16)
 WIDE = (torch.float32,)
 
 
-def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A weight as training finds it."""
-    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
-
-
 def _gated(*shape: int, layout: str = "contiguous", **options: object) -> dict:
     tensors = {name: T(*shape, layout=layout) for name in ("x", "gate")}
-    return {**tensors, "weight": T(shape[-1], init=_around_one), **options}
+    return {**tensors, "weight": T(shape[-1], init=around_one), **options}
 
 
 def _heads(*shape: int) -> dict:

@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows, tokens_first
+from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
+from tilesmith.engine.inits import around_one, far_rows, first_half, tokens_first, uneven
+from tilesmith.engine.memory import held
 
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The first N columns of rows twice as long, as one half of a packed projection is."""
-    return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
 
 
 def _shifted(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -23,23 +20,12 @@ def _shifted(generator: torch.Generator, shape: Sequence[int], device: torch.dev
     return x
 
 
-def _uneven(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Rows of different means and deviations: what is made of another row's shows in 16 bits, too."""
-    row = torch.arange(shape[0], device=device)[:, None]
-    return torch.randn(*shape, generator=generator, device=device) * (0.5 + row % 7) + (row % 5 - 2)
-
-
 def _zeros(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Rows of zeros and, where there are several, ones: no deviation at all."""
     return torch.zeros(shape, device=device).index_fill_(0, torch.arange(0, shape[0], 2, device=device), 1.0)
 
 
-def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A weight as training finds it."""
-    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
-
-
-_INIT = {"weight": _around_one, "bias": "normal"}
+_INIT = {"weight": around_one, "bias": "normal"}
 
 
 def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
@@ -82,18 +68,18 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
-        Case("part", args(5, 64, init=_part), SMALL),
+        Case("part", args(5, 64, init=first_half), SMALL),
         Case("heads", args(2, 3, 5, 64, init=tokens_first), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("parts", args(3, 33_024), SMALL),
-        Case("parts_many_rows", args(901, 36_864, init=_uneven), GPU),
-        Case("two_warps", args(333, 2304, init=_uneven), GPU),
-        Case("four_warps", args(333, 3840, init=_uneven), GPU),
-        Case("parts_of_1024", args(2001, 4608, init=_uneven), GPU),
-        Case("parts_of_2048", args(2001, 5120, init=_uneven), GPU),
+        Case("parts_many_rows", args(901, 36_864, init=uneven), GPU),
+        Case("two_warps", args(333, 2304, init=uneven), GPU),
+        Case("four_warps", args(333, 3840, init=uneven), GPU),
+        Case("parts_of_1024", args(2001, 4608, init=uneven), GPU),
+        Case("parts_of_2048", args(2001, 5120, init=uneven), GPU),
         Case("parts_strided", args(40, 36_864, layout="strided"), GPU),
-        Case("parts_part", args(37, 65_536, init=_part), GPU),
+        Case("parts_part", args(37, 65_536, init=first_half), GPU),
         Case("parts_shifted", args(1, 65_536, init=_shifted), GPU),
         Case("parts_no_vectors", plain(5, 66_048), GPU),
         Case("parts_131072_columns", args(65, 131_072), GPU),
@@ -144,7 +130,7 @@ def _rms_cases(rows: Sequence[str]) -> list[Case]:
 
 def _by_head(*shape: int, **how: object) -> dict:
     """A weight for each head: [H, N] of x [..., H, N]."""
-    return {"x": T(*shape, **how), "weight": T(*shape[-2:], init=_around_one)}
+    return {"x": T(*shape, **how), "weight": T(*shape[-2:], init=around_one)}
 
 
 PER_HEAD = [
@@ -194,21 +180,17 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
 def _statistics(x: Tensor, count: int) -> int:
     return 4 * count * (x.numel() // x.shape[-1])
 
 
 bytes_moved = {
-    "rms_norm": lambda x: 2 * _bytes(x),
-    "rms_norm_vjp": lambda x: 3 * _bytes(x) + _statistics(x, 1),
-    "layer_norm": lambda x: 2 * _bytes(x),
-    "layer_norm_vjp": lambda x: 3 * _bytes(x) + _statistics(x, 2),
-    "add_rms_norm": lambda x, residual: 2 * _bytes(x, residual),
-    "add_rms_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 1),
-    "add_layer_norm": lambda x, residual: 2 * _bytes(x, residual),
-    "add_layer_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 2),
+    "rms_norm": lambda x: 2 * held(x),
+    "rms_norm_vjp": lambda x: 3 * held(x) + _statistics(x, 1),
+    "layer_norm": lambda x: 2 * held(x),
+    "layer_norm_vjp": lambda x: 3 * held(x) + _statistics(x, 2),
+    "add_rms_norm": lambda x, residual: 2 * held(x, residual),
+    "add_rms_norm_vjp": lambda x, residual: held(x) + 3 * held(residual) + _statistics(x, 1),
+    "add_layer_norm": lambda x, residual: 2 * held(x, residual),
+    "add_layer_norm_vjp": lambda x, residual: held(x) + 3 * held(residual) + _statistics(x, 2),
 }
