@@ -18,6 +18,7 @@ import torch
 
 from tilesmith.bench.document import document
 from tilesmith.bench.run import reason
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.timing import Timing, interleave, launches, peak_memory, wall_time
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -91,7 +92,7 @@ def run(
     def described(timings: Mapping[str, Timing]) -> dict[str, Any]:
         rows = [_row(head, name, timings, memory[name], kernels[name]) for name in timings]
         done = next((len(timing.rounds) for timing in timings.values()), rounds)
-        named = {"dtype": str(dtype).removeprefix("torch."), "rounds": done}
+        named = {"dtype": dtype_name(dtype), "rounds": done}
         return document("model", device, command, failed + rows, **named)
 
     def after(timings: Mapping[str, Timing]) -> None:

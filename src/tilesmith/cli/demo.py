@@ -25,6 +25,7 @@ from tilesmith.cli.output import (
     refuse,
     table,
 )
+from tilesmith.engine.arguments import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ def command(
         if export is not None:
             _export(models[OPTIMISED], subject, export)
         if as_json:
-            found = {"model": subject.name, "parameters": subject.size, "dtype": str(kind).removeprefix("torch.")}
+            found = {"model": subject.name, "parameters": subject.size, "dtype": dtype_name(kind)}
             found |= {"device": str(where), "text": str(text or BUILTIN), "plan": asdict(plan), "optimize": str(report)}
             found |= {"checks": checks, "losses": {name: run.losses for name, run in losses.items()}, "costs": costs}
             print_json(found | {"kernels": kernels, "written": written})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.memory import human_size
 from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import interleave, launches, peak_memory, wall_time
@@ -83,8 +84,8 @@ def benchmark_fusion_performance(
 ) -> FusionPerformanceStats:
     """Run two models on `input_data` in turns and compare time, launches and peak memory.
 
-    baseline_model: another object than `fused_model`, on the same device. Where both are one object, as fusion works in
-    place, the baseline is an unfused copy, which needs the model's memory once more. input_data: a tensor, a tuple of
+    baseline_model: the model without fusion, on the same device. Fusion works in place; if both are the same object,
+    the baseline is an unfused copy, which needs the model's memory once more. input_data: a tensor, a tuple of
     arguments or a dict of keyword arguments. num_runs: runs of each model, in ten rounds or as many as there are runs.
     backward: with a backward from the sum of the output, or its loss. Both models keep their training flags, gradients,
     buffers and random numbers.
@@ -129,7 +130,7 @@ def _check_alike(baseline: nn.Module, fused: nn.Module) -> None:
     for model in (baseline, fused):
         elements: dict[str, int] = {}
         for p in model.parameters():
-            name = str(p.dtype).removeprefix("torch.")
+            name = dtype_name(p.dtype)
             elements[name] = elements.get(name, 0) + p.numel()
         sizes.append(elements)
     if sizes[0] != sizes[1]:
