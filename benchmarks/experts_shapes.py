@@ -25,6 +25,7 @@ from tilesmith import ops
 from tilesmith.bench.peers_experts import EAGER
 from tilesmith.engine import Case, cases, use
 from tilesmith.engine import ops as ops_of
+from tilesmith.engine.case import BF16, GPU
 from tilesmith.engine.timing import measure
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import cases as made
@@ -34,7 +35,6 @@ from tilesmith.validate.cases import check_each
 
 CEILING = "maximum of as many bytes"
 LIMIT = 60  # seconds of a group of values
-BF16 = (torch.bfloat16,)
 GROUPS = ("three", "options", "two", "few")
 HOPPER = {n: {"experts": f"hopper:consumers={n}", "experts_vjp": f"hopper:rows_consumers={n}"} for n in (2, 3)}
 TILES = ("8192x2048_e512_i512_k10", "8192x2048_e128_i768_k8", "8192x2048_e64_i1408_k6")
@@ -57,7 +57,7 @@ def value_cases(group: str, device: str) -> list[Case]:
             made.experts_args(150, 136, 200, 4, 2, bias=True, weight_layout="transposed", **made.GPT_OSS), 0.6
         ),
     }
-    return [Case(name, a, made.BIG, BF16) for name, a in (options if group == "options" else plain).items()]
+    return [Case(name, a, GPU, BF16) for name, a in (options if group == "options" else plain).items()]
 
 
 def values(group: str, device: str) -> list[list[Any]]:
@@ -149,7 +149,7 @@ def decode(device: str, tokens: tuple[int, ...] = (1, 4, 16)) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (hidden, inner, experts, top_k) in DECODE.items():
         for count in tokens:
-            args = inputs(Case("x", made.experts_args(count, hidden, inner, experts, top_k), made.BIG, BF16), device)
+            args = inputs(Case("x", made.experts_args(count, hidden, inner, experts, top_k), GPU, BF16), device)
             with torch.no_grad():
                 rows = timed(decoding(args, device), device)
             _, gate_up, down, indices = args[:4]

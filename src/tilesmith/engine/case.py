@@ -12,11 +12,17 @@ from torch import Tensor
 
 from tilesmith.engine.registry import family_of, ops
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of a Case
+HALF = (torch.float16, torch.bfloat16)
+BF16 = (torch.bfloat16,)
+FP32 = (torch.float32,)
 TEST = frozenset({"test"})  # the tags of a Case
 SMALL = frozenset({"test", "interpret"})
 GPU = frozenset({"gpu"})
+COMPILE = frozenset({"gpu", "compile"})
 BENCH = frozenset({"gpu", "bench", "tune"})
+UNCHECKED = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
+TIMED = frozenset({"bench"})  # neither checked nor searched
 
 Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]  # those that families share: `inits.py`
 

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.engine.case import BENCH, BF16, GPU, SMALL, TEST
 from tilesmith.engine.inits import around_one, far_apart, unit_outputs
 from tilesmith.engine.memory import held
 
-BIG = frozenset({"gpu"})
-BF16 = (torch.bfloat16,)
 FP32 = torch.float32
 SMOOTH = ("gelu", "gelu_tanh", "silu")
 LLAMA = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144))  # features, outputs of Llama 3 8B's projections
@@ -72,12 +70,12 @@ def _shapes(**options: object) -> list[Case]:
         Case("fp32_weight", _linear(12, 24, 17, weight=FP32, **options), TEST),
         Case("bf16_weight", _linear(12, 24, 17, weight=torch.bfloat16, **options), TEST, (torch.float16, *BF16)),
         Case("frozen_weight", _linear(12, 24, 17, frozen=True, **options), SMALL),
-        Case("llama_mlp", _linear(300, 4096, 14336, bias=False, **options), BIG, BF16),
-        Case("odd", _linear((3, 67), 1001, 515, **options), BIG),
-        Case("odd_by_eight", _linear((3, 67), 1000, 520, **options), BIG),
-        Case("one_token", _linear((1, 1), 4096, 6144, **options), BIG, BF16),
-        Case("far_apart", {**far, **options}, BIG, BF16),
-        Case("int64_offsets", _linear(2**17 + 1, 16, 16_392, **options), BIG, BF16),
+        Case("llama_mlp", _linear(300, 4096, 14336, bias=False, **options), GPU, BF16),
+        Case("odd", _linear((3, 67), 1001, 515, **options), GPU),
+        Case("odd_by_eight", _linear((3, 67), 1000, 520, **options), GPU),
+        Case("one_token", _linear((1, 1), 4096, 6144, **options), GPU, BF16),
+        Case("far_apart", {**far, **options}, GPU, BF16),
+        Case("int64_offsets", _linear(2**17 + 1, 16, 16_392, **options), GPU, BF16),
     ]
 
 
@@ -96,7 +94,7 @@ def _activations() -> list[Case]:
         for case in (
             Case(name, _linear(10, 24, 17, activation=name), SMALL),
             Case(f"{name}_no_bias", _linear(10, 24, 16, bias=False, activation=name), TEST),
-            Case(f"{name}_large", _linear((3, 67), 512, 1024, activation=name), BIG),
+            Case(f"{name}_large", _linear((3, 67), 512, 1024, activation=name), GPU),
         )
     ]
 
@@ -127,9 +125,9 @@ CASES: dict[str, list[Case]] = {
         Case("strided", _product(T(2, 3, 16, layout="strided"), T(16, 9, layout="strided")), SMALL),
         Case("transposed", _product(T(6, 16, layout="transposed"), T(16, 9, layout="transposed")), SMALL),
         Case("frozen", _product(T(6, 16), T(16, 9, grad=False)), SMALL),
-        Case("odd", _product(T(201, 1001), T(1001, 515)), BIG),
-        Case("odd_by_eight", _product(T(201, 1000), T(1000, 520)), BIG),
-        Case("far_apart", _product(T(3, 40, init=far_apart), T(40, 48)), BIG, BF16),
+        Case("odd", _product(T(201, 1001), T(1001, 515)), GPU),
+        Case("odd_by_eight", _product(T(201, 1000), T(1000, 520)), GPU),
+        Case("far_apart", _product(T(3, 40, init=far_apart), T(40, 48)), GPU, BF16),
         *(
             Case(f"bench_{size}", _product(T(size, size), T(size, size)), BENCH, BF16)
             for size in (512, 1024, 2048, 4096, 8192)
@@ -158,8 +156,8 @@ CASES: dict[str, list[Case]] = {
                 Case(f"{kind}_transposed", _norm(kind, 6, 16, 9, layout="transposed"), SMALL),
                 Case(f"{kind}_fp32_weight", _norm(kind, 12, 24, 17, weight=FP32), TEST),
                 Case(f"{kind}_frozen", _norm(kind, 12, 24, 17, frozen=True), SMALL),
-                Case(f"{kind}_odd", _norm(kind, (3, 67), 1001, 515), BIG),
-                Case(f"{kind}_one_token", _norm(kind, (1, 1), 4096, 6144), BIG, BF16),
+                Case(f"{kind}_odd", _norm(kind, (3, 67), 1001, 515), GPU),
+                Case(f"{kind}_one_token", _norm(kind, (1, 1), 4096, 6144), GPU, BF16),
                 Case(f"{kind}_8192x4096_to_6144", _norm(kind, 8192, 4096, 6144, bias=False), BENCH, BF16),
             )
         ),
@@ -181,7 +179,7 @@ CASES: dict[str, list[Case]] = {
         Case("plain", _linear(10, 24, 17), SMALL),
         Case("one_chunk", _linear(10, 24, 17, activation="silu"), SMALL),
         Case("fp32_weight_in_chunks", _linear(12, 24, 17, weight=FP32, activation="silu", chunk_rows=5), TEST),
-        Case("many_chunks", _linear((3, 700), 512, 1024, activation="gelu", chunk_rows=256), BIG),
+        Case("many_chunks", _linear((3, 700), 512, 1024, activation="gelu", chunk_rows=256), GPU),
         *(
             Case(
                 f"gelu_8192x4096_to_14336_by_{rows}",
@@ -216,8 +214,8 @@ CASES["column_sums"] = [
     Case("to_bf16", {"x": T(300, 24), "dtype": "bfloat16"}, SMALL),
     Case("to_fp64", {"x": T(30, 24), "dtype": "float64"}, TEST),
     Case("one_row_repeated", {"x": T(64, 40, init=_shared)}, TEST),
-    Case("far_apart", {"x": T(3, 40, init=far_apart)}, BIG, BF16),
-    Case("tall", {"x": T(2**20, 64)}, BIG, BF16),
+    Case("far_apart", {"x": T(3, 40, init=far_apart)}, GPU, BF16),
+    Case("tall", {"x": T(2**20, 64)}, GPU, BF16),
     *(
         Case(f"{rows}x{columns}", {"x": T(rows, columns)}, BENCH, BF16)
         for rows, columns in ((16_384, 1024), (16_384, 4096), (12_608, 1024), (16_384, 3072), (8192, 50_304))
@@ -260,13 +258,13 @@ CASES["lora_linear"] = [
     Case("strips", _lora(1100, 24, 17, 4, bias=True), SMALL),
     Case("no_weight", _lora((2, 50), 40, 70, 8) | {"weight": None}, SMALL),
     Case("no_weight_no_features", _lora(3, 0, 5, 4) | {"weight": None}, TEST),
-    Case("no_weight_odd", _lora((3, 67), 1001, 515, 13) | {"weight": None}, BIG),
-    Case("odd", _lora((3, 67), 1001, 515, 13), BIG),
-    Case("many_parts", _lora(3, 14_336, 64, 16), BIG),
-    Case("rank_256", _lora((3, 67), 1000, 520, 256), BIG),
-    Case("one_token", _lora((1, 1), 4096, 6144, 16), BIG, BF16),
-    Case("far_apart", _lora(3, 40, 48, 16) | {"x": T(3, 40, init=far_apart)}, BIG, BF16),
-    Case("int64_offsets", _lora(2**17 + 1, 16, 16_392, 8), BIG, BF16),
+    Case("no_weight_odd", _lora((3, 67), 1001, 515, 13) | {"weight": None}, GPU),
+    Case("odd", _lora((3, 67), 1001, 515, 13), GPU),
+    Case("many_parts", _lora(3, 14_336, 64, 16), GPU),
+    Case("rank_256", _lora((3, 67), 1000, 520, 256), GPU),
+    Case("one_token", _lora((1, 1), 4096, 6144, 16), GPU, BF16),
+    Case("far_apart", _lora(3, 40, 48, 16) | {"x": T(3, 40, init=far_apart)}, GPU, BF16),
+    Case("int64_offsets", _lora(2**17 + 1, 16, 16_392, 8), GPU, BF16),
     *(
         Case(f"{rows}x{features}_to_{outputs}_rank_{rank}", _lora(rows, features, outputs, rank), BENCH, BF16)
         for features, outputs in ((2048, 8192), (4096, 14_336))

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import GPU, SMALL, TEST, Init
+from tilesmith.engine.case import GPU, HALF, SMALL, TEST, TIMED, UNCHECKED, Init
 from tilesmith.engine.inits import dropout_seed, far_heads, int32s, tokens_first
 from tilesmith.ops.attn.cases import decode as decode_cases
 from tilesmith.ops.attn.cases import fp8 as fp8_cases
 from tilesmith.ops.attn.cases.groups import UNEVEN_GROUPS
 from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
-
-BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
-TIMED = frozenset({"bench"})
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _apart(*values: float) -> Init:
@@ -469,23 +465,24 @@ ATTENTION = [
     Case("far", attend(1, 2, 2, 200, 200, 64, init=far_heads, causal=True), GPU, (torch.bfloat16,)),
     *(
         Case(f"d{dim}_{tokens // 1024}k{name}", _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal),
-             BENCH, HALF)
+             UNCHECKED, HALF)
         for dim in (64, 128, 256) for tokens in (1024, 4096, 16384) for name, causal in (("", False), ("_causal", True))
     ),
     *(
-        Case(f"mla_{tokens // 1024}k_causal", _train(1, tokens, 16, 192, dim_v=128, causal=True), BENCH, HALF)
+        Case(f"mla_{tokens // 1024}k_causal", _train(1, tokens, 16, 192, dim_v=128, causal=True), UNCHECKED, HALF)
         for tokens in (2048, 4096, 8192, 16384)
     ),
     *(
-        Case(f"d512_{tokens // 1024}k_causal", _train(1, tokens, 8, 512, kv_heads=2, causal=True), BENCH, HALF)
+        Case(f"d512_{tokens // 1024}k_causal", _train(1, tokens, 8, 512, kv_heads=2, causal=True), UNCHECKED, HALF)
         for tokens in (4096, 8192, 16384)
     ),
-    Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), BENCH, HALF),
-    Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), BENCH, HALF),
-    Case("gpt_oss_window", _train(1, 16384, 64, 64, kv_heads=8, causal=True, window_left=127, sinks=True), BENCH, HALF),
-    Case("gemma_softcap", _train(1, 8192, 16, 256, kv_heads=8, causal=True, softcap=50.0), BENCH, HALF),
+    Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), UNCHECKED, HALF),
+    Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), UNCHECKED, HALF),
+    Case("gpt_oss_window", _train(1, 16384, 64, 64, kv_heads=8, causal=True, window_left=127, sinks=True), UNCHECKED,
+         HALF),
+    Case("gemma_softcap", _train(1, 8192, 16, 256, kv_heads=8, causal=True, softcap=50.0), UNCHECKED, HALF),
     Case("packed_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, cu_seqlens_q=(9000, 500, 84, 5000, 1800),
-                              cu_seqlens_k=(9000, 500, 84, 5000, 1800)), BENCH, HALF),
+                              cu_seqlens_k=(9000, 500, 84, 5000, 1800)), UNCHECKED, HALF),
     *(
         Case(f"window_128_32k_d{dim}", _train(1, 32768, 2048 // dim, dim, causal=True, window_left=127), TIMED, HALF)
         for dim in (64, 128)
@@ -506,8 +503,8 @@ ATTENTION = [
         for of, dim, share in (("", 128, 0.25), ("_eighth", 128, 0.12), ("_d64", 64, 0.25))
         for name, causal in (("", False), ("_causal", True))
     ),
-    Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), BENCH, HALF),
-    Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), BENCH, HALF),
+    Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), UNCHECKED, HALF),
+    Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), UNCHECKED, HALF),
 ]  # fmt: skip
 
 

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import GPU, SMALL, TEST
+from tilesmith.engine.case import FP32, GPU, SMALL, TEST, TIMED
 from tilesmith.engine.inits import int32s
 from tilesmith.engine.memory import held
 from tilesmith.ops.attn.block_pattern_reference import PATTERNS, row_budget
 from tilesmith.ops.attn.cases.draws import row_lse
 
-BENCH = frozenset({"bench"})
 HALF = (torch.bfloat16, torch.float16)
-FP32 = (torch.float32,)
 
 
 def _ascending(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -117,8 +115,8 @@ def _scored(build, **more: int) -> list[Case]:
         Case("fp32_tiles", build(1, 4, 2, 260, 300, 128, causal=True, **large), GPU, FP32),
         Case("causal_ends", build(1, 2, 1, 70, 75, 16, causal=True, **small), SMALL),
         Case("means", build(1, 4, 1, 1100, 1100, 64, causal=True, **small), GPU, HALF),
-        Case("means_64k", build(1, 4, 1, 8192, 8192, 64, causal=True, **small), BENCH, HALF),
-        Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), BENCH, HALF),
+        Case("means_64k", build(1, 4, 1, 8192, 8192, 64, causal=True, **small), TIMED, HALF),
+        Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), TIMED, HALF),
     ]
 
 
@@ -166,7 +164,7 @@ def _mass_cases() -> list[Case]:
         Case("listed_tiles", _weigh(1, 8, 2, 600, 600, 128, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_wide", _weigh(1, 4, 2, 600, 600, 256, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_fp32", _weigh(1, 4, 2, 600, 700, 128, lists=_near_lists(2, 5)), GPU, FP32),
-        Case("pooled_64k", _weigh(1, 16, 16, 4096, 4096, 128, **pooled), BENCH, HALF),
+        Case("pooled_64k", _weigh(1, 16, 16, 4096, 4096, 128, **pooled), TIMED, HALF),
     ]
 
 
@@ -209,7 +207,7 @@ def _shared_out() -> list[Case]:
         Case(
             "sampled_32k",
             _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True, query_stretches=2, query_stride=8, key_stride=4),
-            BENCH,
+            TIMED,
             HALF,
         ),
         Case("no_keys", _pair_alone(1, 2, 2, 7, 0, 16, **blocks), TEST),
@@ -218,7 +216,7 @@ def _shared_out() -> list[Case]:
         Case("tiles", _pair_alone(1, 4, 2, 3000, 3000, 128, causal=True), GPU, HALF),
         Case("wide_tiles", _pair_alone(1, 2, 1, 2000, 2600, 256), GPU, HALF),
         Case("fp32_tiles", _pair_alone(1, 4, 2, 1500, 1500, 128, causal=True), GPU, FP32),
-        Case("heads_32k", _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True), BENCH, HALF),
+        Case("heads_32k", _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True), TIMED, HALF),
     ]
 
 
@@ -265,7 +263,7 @@ CASES: dict[str, list[Case]] = {
         Case("transposed", {**_select(1, 2, 7, 7), "scores": T(1, 2, 7, 7, layout="transposed", grad=False)}, SMALL),
         Case("no_columns", _select(1, 1, 3, 0), TEST),
         Case("rows_of_512", _select(2, 2, 512, 512, first=1, last=2), GPU, FP32),
-        Case("shares_of_512", _select(1, 4, 512, 512, init=_shares, mass=0.9), BENCH, FP32),
+        Case("shares_of_512", _select(1, 4, 512, 512, init=_shares, mass=0.9), TIMED, FP32),
     ],
     "block_lists": [
         Case("square", {"keep": T(2, 2, 7, 7, dtype=torch.bool, init=_kept), "room": 196}, SMALL),

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL, TEST
 from tilesmith.engine.inits import dropout_seed, far_rows, first_half
 from tilesmith.ops.elementwise.cases.activations import passes
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def _cases(operands: Sequence[str]) -> list[Case]:
@@ -41,7 +39,7 @@ def _cases(operands: Sequence[str]) -> list[Case]:
         Case("no_bias_p_0", plain(5, 40, p=0.0), SMALL),
         Case("frozen_bias", args(6, 40) | {"bias": T(40, grad=False)}, SMALL),
         Case("only_bias_trains", args(6, 40) | {name: T(6, 40, grad=False) for name in operands}, SMALL),
-        Case("fp32_bias", args(6, 40) | {"bias": T(40, dtype=torch.float32)}, SMALL, HALVES),
+        Case("fp32_bias", args(6, 40) | {"bias": T(40, dtype=torch.float32)}, SMALL, HALF),
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), TEST),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),

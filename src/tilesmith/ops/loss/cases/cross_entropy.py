@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL
+from tilesmith.engine.case import BENCH, BF16, GPU, HALF, SMALL
 from tilesmith.engine.inits import far_apart, labels, unit_outputs
 from tilesmith.engine.memory import held
 
 PARTS = frozenset({"test", "compile"})
-BIG = frozenset({"gpu"})
 AGAIN = BENCH - {"tune"}
-HALF = (torch.float16, torch.bfloat16)
-BF16 = (torch.bfloat16,)
 WIDE = (torch.float32, torch.bfloat16)
 
 
@@ -112,13 +109,13 @@ CASES: dict[str, list[Case]] = {
         Case("strided_deep", _logits(2, 2, 3, 40, layout="strided"), SMALL),
         Case("transposed", _logits(6, 40, layout="transposed"), SMALL),
         Case("many_tokens", _logits(20_000, 3)),
-        Case("llama2", _logits(300, 32_000), BIG),
-        Case("llama3", _logits(300, 128_256, **EVERYTHING), BIG),
-        Case("gpt2", _logits(300, 50_257), BIG),
-        Case("gemma", _logits(300, 262_144, softcap=30.0), BIG),
-        Case("few_tokens", _logits(4, 262_147), BIG),
-        Case("far_apart", {**_logits(3, 4104), "logits": T(3, 4104, dtype=torch.bfloat16, init=far_apart)}, BIG, BF16),
-        Case("int64_offsets", _logits(16_800, 128_256, every=50, reduction="sum"), BIG, BF16),
+        Case("llama2", _logits(300, 32_000), GPU),
+        Case("llama3", _logits(300, 128_256, **EVERYTHING), GPU),
+        Case("gpt2", _logits(300, 50_257), GPU),
+        Case("gemma", _logits(300, 262_144, softcap=30.0), GPU),
+        Case("few_tokens", _logits(4, 262_147), GPU),
+        Case("far_apart", {**_logits(3, 4104), "logits": T(3, 4104, dtype=torch.bfloat16, init=far_apart)}, GPU, BF16),
+        Case("int64_offsets", _logits(16_800, 128_256, every=50, reduction="sum"), GPU, BF16),
         Case("bench_32k", _logits(8192, 32_000, every=0), BENCH, BF16),
         Case("bench_128k", _logits(8192, 128_256, every=0), BENCH, BF16),
         Case("bench_50257", _logits(8192, 50_257, every=0), BENCH, BF16),
@@ -208,14 +205,14 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("many_labels", _linear(600, 24, 9000, chunk_tokens=256)),
         Case("many_labels_again", _linear(600, 24, 9000, mode="recompute", chunk_tokens=64)),
-        Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), BIG),
-        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **EVERYTHING), BIG),
-        Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), BIG),
-        Case("llama3_parts", _linear(700, 512, 128_256, chunk_tokens=300, bias=True, z_loss=1e-4), BIG, HALF),
-        Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), BIG),
-        Case("gemma3_kept", _linear(700, 640, 262_144, mode="keep", every=9), BIG, BF16),
-        Case("exp2_kept_many", _linear(2304, 64, 8208, mode="keep"), BIG | {"compile"}, BF16),
-        Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), BIG, WIDE),
+        Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), GPU),
+        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **EVERYTHING), GPU),
+        Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), GPU),
+        Case("llama3_parts", _linear(700, 512, 128_256, chunk_tokens=300, bias=True, z_loss=1e-4), GPU, HALF),
+        Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), GPU),
+        Case("gemma3_kept", _linear(700, 640, 262_144, mode="keep", every=9), GPU, BF16),
+        Case("exp2_kept_many", _linear(2304, 64, 8208, mode="keep"), GPU | {"compile"}, BF16),
+        Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), GPU, WIDE),
         *(
             case
             for classes, name in ((32_000, "32k"), (128_256, "128k"))

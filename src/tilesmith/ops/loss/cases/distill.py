@@ -7,14 +7,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, Init
+from tilesmith.engine.case import BENCH, BF16, GPU, HALF, SMALL, Init
 from tilesmith.engine.inits import labels, log_probs, unit_outputs
 from tilesmith.engine.memory import held
 from tilesmith.ops.loss.cases.cross_entropy import bytes_linear_vjp
-
-BIG = frozenset({"gpu"})
-BF16 = (torch.bfloat16,)
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _probs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -94,9 +90,9 @@ def _labelled(log: bool) -> list[Case]:
 def _large(log: bool, **options: object) -> list[Case]:
     init = {"x": log_probs, "target": log_probs} if log else {"x": _probs, "target": _probs}
     return [
-        Case("llama3", _pair(300, 128_256, **init, **options), BIG, BF16),
-        Case("gemma", _pair(4, 262_147, **init, **options), BIG, BF16),
-        Case("int64_offsets", _pair(16_800, 128_256, **init, **options), BIG, BF16),
+        Case("llama3", _pair(300, 128_256, **init, **options), GPU, BF16),
+        Case("gemma", _pair(4, 262_147, **init, **options), GPU, BF16),
+        Case("int64_offsets", _pair(16_800, 128_256, **init, **options), GPU, BF16),
         Case("bench_32k", _pair(8192, 32_000, **init, **options), BENCH, BF16),
         Case("bench_128k", _pair(4096, 128_256, **init, **options), BENCH, BF16),
     ]
@@ -191,7 +187,7 @@ CASES: dict[str, list[Case]] = {
         Case("strided", _linear((2, 5), 16, 40, layout="strided", chunk_tokens=4), SMALL),
         Case("transposed", _linear((2, 5), 16, 40, layout="transposed"), SMALL),
         Case("weight_fp32", _linear(9, 16, 40, weight=torch.float32, bias=True, chunk_tokens=4), SMALL, BF16),
-        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **MIXED), BIG, BF16),
+        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **MIXED), GPU, BF16),
         Case("bench_4k_128k", _linear(4096, 4096, 128_256, teacher=4096, every=0), BENCH, BF16),
         Case("bench_8k_32k", _linear(8192, 2048, 32_000, teacher=4096, every=0, **MIXED), BENCH, BF16),
     ],

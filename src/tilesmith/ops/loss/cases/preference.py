@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, Init
+from tilesmith.engine.case import BENCH, BF16, GPU, SMALL, Init
 from tilesmith.engine.inits import unit_outputs
 from tilesmith.ops.loss.cases.cross_entropy import bytes_linear_vjp
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, PolicyOptions
-
-BIG = frozenset({"gpu"})
-BF16 = (torch.bfloat16,)
 
 
 def _labels(classes: int, prompt: int) -> Init:
@@ -142,7 +139,7 @@ CASES: dict[str, list[Case]] = {
         Case("strided", _preference(4, 5, 16, 40, layout="strided", chunk_tokens=10), SMALL),
         Case("transposed", _preference(4, 5, 16, 40, layout="transposed"), SMALL),
         Case("weight_fp32", _preference(4, 5, 16, 40, weight=torch.float32, bias=True, chunk_tokens=10), SMALL, BF16),
-        Case("llama3", _preference(4, 200, 512, 128_256, chunk_tokens=400), BIG, BF16),
+        Case("llama3", _preference(4, 200, 512, 128_256, chunk_tokens=400), GPU, BF16),
         Case("bench_8x1k_128k", _preference(8, 1024, 4096, 128_256, prompt=0), BENCH, BF16),
         Case("bench_8x1k_32k", _preference(8, 1024, 4096, 32_000, prompt=0), BENCH, BF16),
         Case("bench_policy_8x1k_128k", _preference(8, 1024, 4096, 128_256, "clip", prompt=0), BENCH, BF16),

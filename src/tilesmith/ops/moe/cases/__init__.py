@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.engine.case import BENCH, BF16, COMPILE, GPU, SMALL, TEST
 from tilesmith.engine.inits import unit_outputs
 from tilesmith.engine.memory import held
 from tilesmith.ops.moe.cases import fp8
@@ -22,9 +22,6 @@ from tilesmith.ops.moe.cases.draws import (
 )
 from tilesmith.ops.moe.reference import GATED, UNGATED
 
-BIG = frozenset({"gpu"})
-COMPILE = frozenset({"compile", "gpu"})  # in the configuration of large calls
-BF16 = (torch.bfloat16,)
 INTERPRETED = ("geglu", "relu_squared")  # the elementwise family has the others in Triton's interpreter
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
@@ -157,23 +154,23 @@ CASES: dict[str, list[Case]] = {
             BF16,
         ),
         Case("whole_tiles_lora", experts_args(256, 256, 128, 2, 2, grad=False, ranks=(16, 16)), COMPILE, BF16),
-        Case("many_experts", experts_args(64, 64, 32, 512, 10), BIG),
-        Case("odd_large", experts_args((3, 331), 200, 120, 33, 5, bias=True), BIG),
-        Case("qwen3", experts_args(1024, 2048, 768, 128, 8), BIG, BF16),
-        Case("decode", experts_args(4, 2048, 768, 128, 8), BIG, BF16),
-        Case("decode_one", experts_args(1, 2048, 768, 128, 8, indices=with_sentinels(64)), BIG, BF16),
-        Case("decode_gpt_oss", experts_args(16, 2880, 2880, 32, 4, bias=True, **GPT_OSS), BIG, BF16),
-        Case("one_tile_an_expert", experts_args(1024, 256, 136, 64, 10), BIG, BF16),
+        Case("many_experts", experts_args(64, 64, 32, 512, 10), GPU),
+        Case("odd_large", experts_args((3, 331), 200, 120, 33, 5, bias=True), GPU),
+        Case("qwen3", experts_args(1024, 2048, 768, 128, 8), GPU, BF16),
+        Case("decode", experts_args(4, 2048, 768, 128, 8), GPU, BF16),
+        Case("decode_one", experts_args(1, 2048, 768, 128, 8, indices=with_sentinels(64)), GPU, BF16),
+        Case("decode_gpt_oss", experts_args(16, 2880, 2880, 32, 4, bias=True, **GPT_OSS), GPU, BF16),
+        Case("one_tile_an_expert", experts_args(1024, 256, 136, 64, 10), GPU, BF16),
         Case(
-            "gpt_oss_large", experts_args(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), BIG
+            "gpt_oss_large", experts_args(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), GPU
         ),
         Case(
             "qwen3_lora",
             experts_args(1024, 2048, 768, 128, 8, grad=False, ranks=(16, 64), adapters=torch.float32),
-            BIG,
+            GPU,
             BF16,
         ),
-        Case("sentinels_large", experts_args(1024, 512, 256, 16, 8, indices=with_sentinels(16)), BIG, BF16),
+        Case("sentinels_large", experts_args(1024, 512, 256, 16, 8, indices=with_sentinels(16)), GPU, BF16),
         _bench(8192, 2048, 768, 128, 8),
         _bench(32768, 2048, 768, 128, 8),
         _bench(8192, 2048, 512, 512, 10),

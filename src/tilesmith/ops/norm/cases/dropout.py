@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL, TEST
 from tilesmith.engine.inits import around_one, dropout_seed, first_half, tokens_first
 from tilesmith.engine.memory import held
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def _args(kind: str, *shape: int, p: float = 0.3, **how: object) -> dict:
@@ -45,8 +43,8 @@ def _cases(kind: str) -> list[Case]:
         Case("frozen_x", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
         Case("frozen_residual", args(6, 40) | {"residual": T(6, 40, grad=False)}, SMALL),
         Case("only_vectors_train", args(5, 40) | {n: T(5, 40, grad=False) for n in ("x", "residual")}, SMALL),
-        Case("fp32_residual", args(6, 40) | wide, SMALL, HALVES),
-        Case("swept_fp32_residual", args(2, 40_000) | {"residual": T(2, 40_000, dtype=torch.float32)}, TEST, HALVES),
+        Case("fp32_residual", args(6, 40) | wide, SMALL, HALF),
+        Case("swept_fp32_residual", args(2, 40_000) | {"residual": T(2, 40_000, dtype=torch.float32)}, TEST, HALF),
         Case("eps", args(6, 40) | {"eps": 0.5}, SMALL),
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
@@ -63,7 +61,7 @@ def _cases(kind: str) -> list[Case]:
         Case("parts_p_0", args(5, 66_048, p=0.0), GPU),
         Case("parts_p_half", args(5, 66_048, p=0.5), GPU),
         Case("parts_131072_columns", args(65, 131_072), GPU),
-        Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES),
+        Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALF),
         Case("wide", args(4, 262_144), GPU),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, (torch.bfloat16,)),
     ]

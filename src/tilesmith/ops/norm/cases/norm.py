@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL, TEST
 from tilesmith.engine.inits import around_one, far_rows, first_half, tokens_first, uneven
 from tilesmith.engine.memory import held
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def _shifted(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -58,8 +56,8 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("no_vectors", plain(6, 40), SMALL),
         Case("frozen_vectors", frozen, SMALL),
         Case("only_vectors_train", fixed, SMALL),
-        Case("fp32_vectors", fp32_vectors(6, 40), SMALL, HALVES),
-        Case("swept_fp32_vectors", fp32_vectors(2, 17_000), TEST, HALVES),
+        Case("fp32_vectors", fp32_vectors(6, 40), SMALL, HALF),
+        Case("swept_fp32_vectors", fp32_vectors(2, 17_000), TEST, HALF),
         Case("shifted", args(24, 1001, init=_shifted), SMALL),
         # one row: between outliers of several, dweight cancels, and its error is not that of its size
         Case("shifted_swept", args(1, 17_000, init=_shifted), SMALL),
@@ -93,13 +91,11 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         swept = args(2, 17_000) | {"residual": T(2, 17_000, dtype=torch.float32)}
         other = args(2, 3, 5, 64, init=tokens_first) | {"residual": T(2, 3, 5, 64)}
         found += [
-            Case("fp32_residual", wide, SMALL, HALVES),
-            Case("fp32_residual_and_vectors", all_wide, SMALL, HALVES),
-            Case("swept_fp32_residual", swept, SMALL, HALVES),
-            Case(
-                "parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES
-            ),
-            Case("parts_staying", args(2, 66_048), TEST | {"compile"}, HALVES),
+            Case("fp32_residual", wide, SMALL, HALF),
+            Case("fp32_residual_and_vectors", all_wide, SMALL, HALF),
+            Case("swept_fp32_residual", swept, SMALL, HALF),
+            Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALF),
+            Case("parts_staying", args(2, 66_048), TEST | {"compile"}, HALF),
             Case("residual_in_another_order", other, SMALL),
             Case("frozen_residual", args(6, 40) | {"residual": T(6, 40, grad=False)}, SMALL),
             Case("frozen_x", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
@@ -116,14 +112,14 @@ def _rms_cases(rows: Sequence[str]) -> list[Case]:
         Case("offset", args(6, 40, offset=1.0), SMALL),
         Case("llama", args(6, 40, casting="llama"), SMALL),
         Case("llama_offset", args(6, 40, casting="llama", offset=1.0), SMALL),
-        Case("llama_fp32_weight", args(6, 40, casting="llama", offset=0.5) | fp32, SMALL, HALVES),
+        Case("llama_fp32_weight", args(6, 40, casting="llama", offset=0.5) | fp32, SMALL, HALF),
         Case("llama_no_weight", {name: T(6, 40) for name in rows} | {"weight": None, "casting": "llama"}, SMALL),
         Case("llama_swept", args(2, 17_000, casting="llama", offset=1.0), TEST),
         Case("llama_parts", args(2, 33_024, casting="llama", offset=1.0), GPU),
         Case("eps", args(6, 40, eps=0.5), SMALL),
         Case("none", args(6, 40, casting="none"), SMALL),
         Case("none_offset", args(6, 40, casting="none", offset=1.0), SMALL),
-        Case("none_fp32_weight", args(6, 40, casting="none", offset=0.5) | fp32, SMALL, HALVES),
+        Case("none_fp32_weight", args(6, 40, casting="none", offset=0.5) | fp32, SMALL, HALF),
         Case("none_swept", args(2, 17_000, casting="none"), TEST),
     ]
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST
+from tilesmith.engine.case import BENCH, BF16, GPU, SMALL, TEST
 from tilesmith.engine.inits import dropout_seed, far_rows, first_half, tokens_first, uneven
 
-BF16 = (torch.bfloat16,)
 FP32 = (torch.float32,)  # of the run; these tensors have a dtype of their own
 
 
