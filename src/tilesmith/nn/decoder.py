@@ -25,8 +25,9 @@ from tilesmith.nn.attention import Attention, SharedSequence, check_sequence
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.experts import Experts, MixtureOfExperts, Router
 from tilesmith.nn.mlp import GATED, GatedMLP
-from tilesmith.nn.norm import CASTINGS, RMSNorm
+from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
+from tilesmith.ops.norm.op import CASTINGS
 
 
 @suggesting
