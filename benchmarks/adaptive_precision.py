@@ -23,6 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from common import provenance, save, say
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -304,7 +305,7 @@ def main() -> int:
     device = torch.device("cpu" if args.cpu else "cuda")
     size = dict(SMALL if args.cpu else LARGE)
     size["steps"] = args.steps or size["steps"]
-    report = {"torch": torch.__version__, "device": "cpu" if args.cpu else torch.cuda.get_device_name(), "size": size}
+    report = {**provenance(), "size": size}
     if not args.cpu and args.only in (None, "values"):
         report["wrong"] = wrong_values(device)
     if not args.cpu and not report.get("wrong") and args.only in (None, "times"):
@@ -312,7 +313,7 @@ def main() -> int:
         for rows, columns in SHAPES:
             for each in product_times(rows, columns, (1, 16, 32, 64), device):
                 report["times"].append(each)
-                Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                save(args.out, report)
     rows = []
     if not report.get("wrong") and args.only in (None, "quality"):
         common = (corpus(), size, device, QuantizationMode(args.mode), args.strategies)
@@ -320,9 +321,9 @@ def main() -> int:
             for run in [pool.submit(quality, seed, *common) for seed in range(args.seeds)]:
                 rows.append(run.result())
                 report |= {"quality": rows, "summary": summary(rows) if len(rows) > 1 else []}
-                Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps({k: report.get(k) for k in ("wrong", "times", "summary")}, indent=1) + "\n")
+                save(args.out, report)
+    save(args.out, report)
+    say(json.dumps({k: report.get(k) for k in ("wrong", "times", "summary")}, indent=1))
     return 1 if report.get("wrong") else 0
 
 

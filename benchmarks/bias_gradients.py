@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import provenance, save, say
 from torch import nn
 
 import tilesmith
@@ -34,11 +33,6 @@ SHAPES = ((16_384, 1024), (16_384, 4096), (12_608, 1024), (16_384, 3072), (8192,
 SMALL = ((512, 1024), (1024, 1024), (2048, 1024), (4096, 1024), (8192, 1024), (1024, 4096), (4096, 4096))
 CONFIGS = tuple(itertools.product((16, 32, 64), (64, 128, 256), (4, 8), (264, 528, 1056)))
 BAR = 0.9  # of the copy rate
-
-
-def say(*what: object) -> None:
-    sys.stdout.write(" ".join(map(str, what)) + "\n")
-    sys.stdout.flush()
 
 
 def rows_of(m: int, n: int, device: str) -> torch.Tensor:
@@ -145,13 +139,7 @@ def main() -> int:
     args = parser.parse_args()
     device = "cpu" if args.cpu else "cuda"
     parts = args.part or ["values", "times", "small", "layer"]
-    where = torch.device(device)
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
-        "arch": str(arch_of(where)),
-        "torch": torch.__version__,
-        "tilesmith": tilesmith.__version__,
-    }
+    report: dict[str, Any] = {**provenance(), "arch": str(arch_of(torch.device(device)))}
     wrong: list[Any] = []
     if "values" in parts:
         report["values"] = values(device)
@@ -168,7 +156,7 @@ def main() -> int:
         report["configs"] = configs(device)
     if "layer" in parts:
         report["layer"] = layer(device)
-    args.results.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    save(args.results, report)
     return 1 if wrong else 0
 
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from sparse_attention import DEVICE, kernels, tensors
+from common import DEVICE, provenance, save, say
+from sparse_attention import kernels, tensors
 from torch import Tensor
 
 from tilesmith import ops, use
@@ -169,7 +169,7 @@ def main() -> int:
         ]  # fmt: skip
         for future in compiled:
             future.result()
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "wrong": []}
+    found: dict[str, Any] = {**provenance(), "wrong": []}
     found["seconds of compiling"] = round(time.perf_counter() - began, 1)
     for kind, tokens in jobs:
         parts = KINDS[kind](tokens)
@@ -177,13 +177,11 @@ def main() -> int:
         for part, calls in parts.items():
             found["wrong"] += differences(part, calls)
             rows[part] = {name: kernels(call) for name, call in calls.items()}
-            sys.stdout.write(f"{kind} {part} {json.dumps(rows[part], indent=1)}\n")
-            sys.stdout.flush()
+            say(kind, part, json.dumps(rows[part], indent=1))
     found["seconds"] = round(time.perf_counter() - began, 1)
-    Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    sys.stdout.write(
-        "\n".join([*found["wrong"], f"{found['seconds']} s, of compiling {found['seconds of compiling']}\n"])
-    )
+    save(args.out, found)
+    for line in [*found["wrong"], f"{found['seconds']} s, of compiling {found['seconds of compiling']}"]:
+        say(line)
     return 1 if found["wrong"] else 0
 
 

@@ -14,7 +14,6 @@ import argparse
 import copy
 import dataclasses
 import gc
-import json
 import sys
 import time
 import warnings
@@ -24,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_bound import DEVICE, SIZES, llama, provenance, say, wall
+from common import DEVICE, named, profiled, provenance, save, say, spent
+from host_bound import SIZES, llama
 from torch import nn
 
 import tilesmith
-from tilesmith.engine.timing import interleave
+from tilesmith.engine.timing import interleave, wall_time
 
 CONTEXT, NEW = 2048, 256
 SMALL = {
@@ -123,7 +123,7 @@ def timed_calls(generated: Callable[[int], object], few: int, many: int) -> Call
     """What takes the µs of a token."""
 
     def timed() -> float:
-        return (wall(lambda: generated(many), 1)() - wall(lambda: generated(few), 1)()) / (many - few)
+        return (wall_time(lambda: generated(many), DEVICE) - wall_time(lambda: generated(few), DEVICE)) / (many - few)
 
     return timed
 
@@ -131,20 +131,13 @@ def timed_calls(generated: Callable[[int], object], few: int, many: int) -> Call
 def kernels(generated: Callable[[int], object]) -> list[dict[str, Any]]:
     """The kernels of a token by their time: those of 40 tokens less those of 8."""
 
-    def profiled(tokens: int) -> tuple[Counter[str], Counter[str]]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
-            generated(tokens)
-            torch.cuda.synchronize()
-        spent, number = Counter(), Counter()
-        for event in run.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                spent[event.name] += event.device_time
-                number[event.name] += 1
-        return spent, number
+    def counted(tokens: int) -> tuple[Counter[str], Counter[str]]:
+        found = profiled(lambda: generated(tokens))
+        return spent(found), Counter(named(kernel) for kernel in found)
 
-    (few, n_few), (many, n_many) = profiled(8), profiled(40)
+    (few, n_few), (many, n_many) = counted(8), counted(40)
     rows = [
-        {"kernel": name[:100], "us": (many[name] - few[name]) / 32, "calls": (n_many[name] - n_few[name]) / 32}
+        {"kernel": name, "us": (many[name] - few[name]) / 32, "calls": (n_many[name] - n_few[name]) / 32}
         for name in many
         if n_many[name] > n_few[name]
     ]
@@ -152,7 +145,7 @@ def kernels(generated: Callable[[int], object]) -> list[dict[str, Any]]:
 
 
 def speed(
-    batch: int, chosen: list[str], rounds: int, ceiling: float, rows: dict[str, Any], save: Callable[[], None]
+    batch: int, chosen: list[str], rounds: int, ceiling: float, rows: dict[str, Any], keep: Callable[[], None]
 ) -> None:
     """Tokens a second and the share of the bandwidth that reading the weights takes, by variant, into `rows`. Each is
     timed alone as soon as it runs, and saved, since compiling takes long; then in turns."""
@@ -178,7 +171,7 @@ def speed(
             say(f"  batch {batch}, {name}, {how}: {row['tokens_per_s']:.1f} tokens/s, weights read at {rate:.0f} GB/s "
                 f"({rate / ceiling:.0%}), first call {row['first_call_s']:.1f} s, a later one "
                 f"{row['call_s']:.2f} s")  # fmt: skip
-        save()
+        keep()
 
     for name, (change, options, (few, many)) in VARIANTS.items():
         if chosen and name not in chosen:
@@ -210,14 +203,14 @@ def speed(
         if change is recorded and not options:
             rows[name]["kernels"] = kernels(generated)
             rows[name]["kernels_us"] = sum(row["us"] for row in rows[name]["kernels"])
-            save()
+            keep()
     finish(interleave(rounds, runs), "in turns")
 
 
 def read_bandwidth() -> float:
     """GB/s of reading 4 GiB."""
     x = torch.ones(2**31, dtype=torch.bfloat16, device=DEVICE)
-    timing = interleave(5, {"read": wall(lambda: x.amax(), 10)})["read"]
+    timing = interleave(5, {"read": lambda: wall_time(lambda: x.amax(), DEVICE, 10)})["read"]
     return x.nbytes / timing.median_us / 1e3
 
 
@@ -233,14 +226,14 @@ def main() -> int:
     document = provenance()
     start = time.perf_counter()
 
-    def save() -> None:
-        given.results.write_text(json.dumps(document, indent=1) + "\n")
+    def keep() -> None:
+        save(given.results, document)
 
     right, parts = True, given.part or ["values", "times"]
     if "values" in parts:
         document["values"], right = values()
         say(f"values after {time.perf_counter() - start:.0f} s")
-        save()
+        keep()
     if "times" in parts:
         document["read_gb_per_s"] = read_bandwidth()
         document["1.5 B, 2k"] = {}
@@ -248,7 +241,7 @@ def main() -> int:
             gc.collect()
             torch.cuda.empty_cache()
             rows = document["1.5 B, 2k"][f"batch {batch}"] = {}
-            speed(batch, given.variant, given.rounds, document["read_gb_per_s"], rows, save)
+            speed(batch, given.variant, given.rounds, document["read_gb_per_s"], rows, keep)
             torch._dynamo.reset()
             say(f"batch {batch} after {time.perf_counter() - start:.0f} s")
     if not right:

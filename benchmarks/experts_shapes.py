@@ -15,17 +15,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from host_bound import provenance
+from common import profiled, provenance, save, say, spent
 
 from tilesmith import ops
 from tilesmith.bench.peers_experts import EAGER
 from tilesmith.engine import Case, cases, use
 from tilesmith.engine import ops as ops_of
+from tilesmith.engine.case import BF16, GPU
 from tilesmith.engine.timing import measure
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops.moe import cases as made
@@ -35,17 +35,11 @@ from tilesmith.validate.cases import check_each
 
 CEILING = "maximum of as many bytes"
 LIMIT = 60  # seconds of a group of values
-BF16 = (torch.bfloat16,)
 GROUPS = ("three", "options", "two", "few")
 HOPPER = {n: {"experts": f"hopper:consumers={n}", "experts_vjp": f"hopper:rows_consumers={n}"} for n in (2, 3)}
 TILES = ("8192x2048_e512_i512_k10", "8192x2048_e128_i768_k8", "8192x2048_e64_i1408_k6")
 UP = (2, 512, 1), (2, 512, 2), (4, 256, 1), (4, 256, 2), (4, 512, 1), (4, 512, 2), (4, 512, 3), (8, 256, 2), (8, 512, 1)
 DECODE = {"E128 K8": (2048, 768, 128, 8), "E32 K4": (2880, 2880, 32, 4)}
-
-
-def say(*what: object) -> None:
-    sys.stdout.write(" ".join(map(str, what)) + "\n")
-    sys.stdout.flush()
 
 
 def value_cases(group: str, device: str) -> list[Case]:
@@ -63,7 +57,7 @@ def value_cases(group: str, device: str) -> list[Case]:
             made.experts_args(150, 136, 200, 4, 2, bias=True, weight_layout="transposed", **made.GPT_OSS), 0.6
         ),
     }
-    return [Case(name, a, made.BIG, BF16) for name, a in (options if group == "options" else plain).items()]
+    return [Case(name, a, GPU, BF16) for name, a in (options if group == "options" else plain).items()]
 
 
 def values(group: str, device: str) -> list[list[Any]]:
@@ -146,13 +140,8 @@ def tiles(device: str, shapes: tuple[str, ...] = TILES) -> dict[str, Any]:
 
 
 def kernels(call: Callable[[], object]) -> dict[str, float]:
-    """us of the kernels of a call, by name."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    return {e.key[:60]: e.self_device_time_total for e in seen.key_averages() if e.self_device_time_total > 5}
+    """µs of the kernels of a call that take more than five, by name."""
+    return {name: us for name, us in spent(profiled(call)).items() if us > 5}
 
 
 def decode(device: str, tokens: tuple[int, ...] = (1, 4, 16)) -> dict[str, Any]:
@@ -160,7 +149,7 @@ def decode(device: str, tokens: tuple[int, ...] = (1, 4, 16)) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (hidden, inner, experts, top_k) in DECODE.items():
         for count in tokens:
-            args = inputs(Case("x", made.experts_args(count, hidden, inner, experts, top_k), made.BIG, BF16), device)
+            args = inputs(Case("x", made.experts_args(count, hidden, inner, experts, top_k), GPU, BF16), device)
             with torch.no_grad():
                 rows = timed(decoding(args, device), device)
             _, gate_up, down, indices = args[:4]
@@ -224,18 +213,18 @@ def main(arguments: list[str] | None = None) -> int:
     if given.group:
         say(json.dumps(values(given.group, device)))
         return 0
-    parts, found = given.part or ["values", "tiles", "decode"], {} if given.cpu else provenance()
+    parts, found = given.part or ["values", "tiles", "decode"], provenance()
     if "values" in parts:
         found["values"] = all_values(device)
         wrong = [row for row in found["values"] if not row[2] or "rejects" in row[5]]
         say(len(found["values"]), "values,", len(wrong), "wrong", wrong)
-        Path(given.path).write_text(json.dumps(found, indent=1))
+        save(given.path, found)
         if wrong:
             return 1
     for part, run in (("decode", decode), ("tiles", tiles)):
         if part in parts:
             found[part] = run(device)
-            Path(given.path).write_text(json.dumps(found, indent=1))
+            save(given.path, found)
     return 0
 
 

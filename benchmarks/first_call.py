@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from model_steps import FAMILIES, VARIANTS, built, provenance, say, stepper
+from common import provenance, save, say
+from model_steps import FAMILIES, VARIANTS, built, stepper
 
 
 def noting_compilations(timeline: list[tuple[float, float, str, str]]) -> None:
@@ -118,7 +119,7 @@ def main() -> int:
             for line in row.pop("profile", []) + row.pop("timeline", []):
                 say(line)
             say(f"{name:<6} {row}")
-    given.results.write_text(json.dumps({**provenance(), given.family: rows}, indent=1) + "\n", encoding="utf-8")
+    save(given.results, {**provenance(), given.family: rows})
     return 0
 
 

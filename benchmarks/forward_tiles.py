@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from tiles import Call, Study, calls, cudnn_forward, masked, say, tokens_first
+from common import say
+from tiles import Call, Study, calls, cudnn_forward, masked, tokens_first
 
 from tilesmith.hardware.detect import arch_named
 from tilesmith.ops.attn import reference

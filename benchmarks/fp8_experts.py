@@ -16,7 +16,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from fp8_training import DEVICE, Run, drawn, run_parts, shown, within_budgets
+from common import DEVICE, profiled, spent
+from fp8_training import Run, drawn, run_parts, shown, within_budgets
 from torch import Tensor, nn
 
 import tilesmith
@@ -25,14 +26,7 @@ from tilesmith.precision import FP8Config, convert_model_to_fp8
 
 def kernel_times(once: Callable[[], object]) -> dict[str, float]:
     """Device time of each kernel of a call, in us, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    once()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        once()
-        torch.cuda.synchronize()
-    times = {e.key[:60]: round(e.device_time_total, 1) for e in profiler.key_averages() if e.device_time_total}
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
+    return {name: round(us, 1) for name, us in spent(profiled(once)).most_common()}
 
 
 def experts_step(layer: nn.Module, x: Tensor, indices: Tensor, weights: Tensor, dy: Tensor) -> Callable[[], None]:

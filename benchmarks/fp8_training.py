@@ -21,7 +21,6 @@ import copy
 import gc
 import itertools
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -31,19 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import DEVICE, load, provenance, save, say
 from torch import Tensor, nn
 
 import tilesmith
 from tilesmith import ops, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine.timing import Timing, measure, peak_memory
-from tilesmith.hardware.detect import driver
 from tilesmith.ops.quant import reference
 from tilesmith.precision import FP8Config, FP8LinearLayer, convert_model_to_fp8
 from tilesmith.precision.config import RECIPES
 from tilesmith.precision.scaling import roll
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = ((4096, 28_672), (14_336, 4096))  # in, out: the wide products of a Llama of 8 B
 TOKENS = (8192, 16_384)
 LAYOUTS = ((True, False), (True, True), (False, True))  # rows, columns
@@ -116,9 +114,8 @@ class Run:
     def row(self, **values: Any) -> None:
         """Keep a row and print it."""
         self.document[self.part].append(values)
-        self.out.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(f"{self.part}: {json.dumps(values)}\n")
-        sys.stdout.flush()
+        save(self.out, self.document)
+        say(f"{self.part}: {json.dumps(values)}")
 
     def late(self, what: str, needs: float = 5.0) -> bool:
         """Whether there is no time left for this, which needs so many seconds; says so if there is not."""
@@ -657,13 +654,7 @@ def run_parts(parts: dict[str, Callable[[Run], Any]], about: str | None) -> int:
     given = parser.parse_args()
     if DEVICE.type == "cpu" and not given.dry:
         parser.error("this needs a GPU; --dry runs tiny sizes on a CPU")
-    run = Run(given.out, given.seconds, given.dry)
-    if given.out.exists():
-        run.document = json.loads(given.out.read_text(encoding="utf-8"))
-    run.document |= {
-        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu", "driver": driver(),
-        "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": shlex.join(["python", *sys.argv]),
-    }  # fmt: skip
+    run = Run(given.out, given.seconds, given.dry, load(given.out) | provenance())
     for part in given.part or list(parts):
         run.begin(part)
         right = parts[part](run)

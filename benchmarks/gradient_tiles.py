@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from common import profiled, spent
 from tiles import Call, Study, calls, cudnn_forward, masked, tokens_first
-from torch.profiler import ProfilerActivity, profile
 
 from tilesmith.hardware.detect import arch_named
 from tilesmith.ops.attn import reference
@@ -74,17 +74,7 @@ def launched(call: Any, *, config: HopperVjpConfig) -> dict[str, torch.Tensor]:
 
 def steps(fn: Callable[[], object], calls: int = 6) -> dict[str, float]:
     """Mean µs of each kernel of a call, in their order, the L2 cache warm."""
-    fn()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(calls):
-            fn()
-        torch.cuda.synchronize()
-    times: dict[str, float] = {}
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name] = times.get(event.name, 0.0) + event.device_time / calls
-    return {name: round(us, 2) for name, us in times.items()}
+    return {name: round(us, 2) for name, us in spent(profiled(fn, calls=calls), calls).items()}
 
 
 class Gradients(Study):

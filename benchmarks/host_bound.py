@@ -16,9 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
-import platform
-import shlex
 import sys
 import time
 from collections import Counter
@@ -28,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import DEVICE, named, profiled, provenance, save, say, spent
 from torch import nn
 
 import tilesmith
-from tilesmith.engine.timing import interleave
+from tilesmith.engine.timing import interleave, wall_time
 
-DEVICE = torch.device("cuda")
 STEPS = 5  # in each round
 SIZES = {
     "llama 1.5 B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
@@ -76,26 +73,6 @@ VARIANTS: dict[str, Callable[[nn.Module], object]] = {
 BLOCKS = {name: VARIANTS[name] for name in ("eager", "compile", "optimize", "between")} | {
     "optimize+compile": optimized_and_compiled
 }
-
-
-def say(text: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def provenance() -> dict[str, Any]:
-    """Where, when and by which command results were made."""
-    import transformers
-
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "command": shlex.join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def llama(sizes: dict[str, int]) -> nn.Module:
@@ -165,13 +142,7 @@ def stepper(model: nn.Module, inputs: dict[str, torch.Tensor], adamw: bool) -> C
 def on_device(step: Callable[[], object], names: int = 0) -> dict[str, Any]:
     """What the kernels of a step take together, how many there are, and what lies between them; the `names` of them
     that take the most, with their µs and how often they ran."""
-    step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
-        step()
-        torch.cuda.synchronize()
-    kernels = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels.sort(key=lambda e: e.time_range.start)
+    kernels = profiled(step)
     gaps = [max(0, b.time_range.start - a.time_range.end) for a, b in pairwise(kernels)]
     found = {
         "device_ms": sum(e.device_time for e in kernels) / 1e3,
@@ -180,11 +151,8 @@ def on_device(step: Callable[[], object], names: int = 0) -> dict[str, Any]:
         "long_gaps_ms": sum(gap for gap in gaps if gap > GAP) / 1e3,
     }
     if names:
-        often = Counter(e.name[:100] for e in kernels)
-        spent: Counter[str] = Counter()
-        for kernel in kernels:
-            spent[kernel.name[:100]] += kernel.device_time
-        found["most"] = {name: [round(us, 1), often[name]] for name, us in spent.most_common(names)}
+        often = Counter(map(named, kernels))
+        found["most"] = {name: [round(us, 1), often[name]] for name, us in spent(kernels).most_common(names)}
     return found
 
 
@@ -198,20 +166,6 @@ def host(step: Callable[[], object], steps: int) -> float:
         least = min(least, time.perf_counter() - start)
     torch.cuda.synchronize()
     return least * 1e3
-
-
-def wall(step: Callable[[], object], steps: int) -> Callable[[], float]:
-    """What takes the µs of one step, `steps` of them one after another."""
-
-    def timed() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / steps * 1e6
-
-    return timed
 
 
 def compare(
@@ -256,7 +210,8 @@ def compare(
             "told": notes,
         }
         steps[name] = step
-    timings = interleave(rounds, {name: wall(step, STEPS) for name, step in steps.items()})
+    timed = {name: (lambda step=step: wall_time(step, DEVICE, STEPS)) for name, step in steps.items()}
+    timings = interleave(rounds, timed)
     for name, timing in timings.items():
         rows[name]["wall"] = dataclasses.asdict(timing)
         median = timing.median_us / 1e3
@@ -324,7 +279,7 @@ def main() -> int:
     for name in given.part or PARTS:
         document[name], fine = PARTS[name]()
         right &= fine
-        given.results.write_text(json.dumps(document, indent=1) + "\n")
+        save(given.results, document)
         gc.collect()
         torch.cuda.empty_cache()
     if not right:

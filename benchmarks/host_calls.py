@@ -11,9 +11,7 @@ changes of what was recorded. Needs transformers and peft.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import provenance, save, say
 from torch import Tensor, nn
 
 import tilesmith
@@ -143,21 +142,9 @@ def main() -> int:
     graphs.RECORDER = Idle  # type: ignore[misc,assignment]
     rows = {name: variant(name, given.layers, given.steps) for name in given.variant or VARIANTS}
     for name, row in rows.items():
-        sys.stdout.write(
-            f"{name:<9} "
-            + ", ".join(f"{part} {ms:.2f}" for part, ms in row.items() if "replayed" not in part)
-            + " ms\n"
-        )
-    document = {
-        "processor": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": shlex.join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "layers": given.layers,
-        "rows": rows,
-    }
-    given.results.write_text(json.dumps(document, indent=1) + "\n")
+        say(f"{name:<9}", ", ".join(f"{part} {ms:.2f}" for part, ms in row.items() if "replayed" not in part), "ms")
+    processor = platform.processor() or platform.machine()
+    save(given.results, {**provenance(), "processor": processor, "layers": given.layers, "rows": rows})
     return 0
 
 

@@ -14,19 +14,19 @@ import argparse
 import copy
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from host_bound import provenance, say
+from common import load, provenance, save, say
 from long_step import LARGE, TINY
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tilesmith
-from tilesmith.bench.ranks import current_device, memory_in_use, peak, process_group, slowest, synchronize
+from tilesmith.bench.ranks import current_device, memory_in_use, peak, process_group, slowest
+from tilesmith.engine.timing import synchronize, wall_time
 
 
 def layer_and_head(sizes: dict[str, int], tokens: int, device: torch.device) -> nn.Module:
@@ -88,10 +88,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     memory_in_use(device)
     synchronize(device)
     dist.barrier()
-    began = time.perf_counter()
-    row["loss"] = step(model, ids)
-    synchronize(device)
-    row["seconds"] = round(slowest(time.perf_counter() - began, device), 3)
+
+    def once() -> None:
+        row["loss"] = step(model, ids)
+
+    row["seconds"] = round(slowest(wall_time(once, device) / 1e6, device), 3)
     row["peak"] = int(slowest(float(peak(device)), device))
     row["tokens_per_second"] = round(given.tokens / row["seconds"], 1)
     return row
@@ -108,9 +109,8 @@ def main() -> int:
         row = measure(given)
         if rank == 0:
             say(json.dumps(row))
-            held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
-            rows = {**held.get("rows", {}), f"{given.tokens} on {row['gpus']}": row}
-            given.results.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            rows = {**load(given.results).get("rows", {}), f"{given.tokens} on {row['gpus']}": row}
+            save(given.results, {**provenance(), "rows": rows})
         dist.barrier()
     return 0
 

@@ -23,16 +23,17 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from host_bound import provenance, say
+from common import DEVICE, load, profiled, provenance, save, say, spent
 from torch import Tensor, nn
 
 import tilesmith
+from tilesmith.engine.timing import wall_time
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LARGE = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128256,
@@ -73,25 +74,12 @@ def step(model: nn.Module, tokens: int, vocabulary: int) -> float:
     return loss.item()
 
 
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def attention_share(run: Any, profiled: bool) -> float | None:
-    """Runs it; returns attention's share of the time of all kernels, where `profiled`."""
-    if not profiled:
-        run()
-        return None
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CUDA]) as profile:
-        run()
-        synchronize()
-    spent = {e.key: e.self_device_time_total for e in profile.key_averages()}
-    kernels = {name: us for name, us in spent.items() if not name.startswith(("Memcpy", "Memset"))}
-    for name, us in sorted(kernels.items(), key=lambda pair: -pair[1])[:12]:
-        say(f"    {us / 1e6:9.3f} s  {name[:100]}")
-    return sum(us for name, us in kernels.items() if "attention_" in name) / max(1.0, sum(kernels.values()))
+def attention_share(run: Callable[[], object]) -> float:
+    """Runs it once, under the profiler; returns attention's share of the time of all kernels."""
+    us = spent(kernel for kernel in profiled(run, warm=0) if not kernel.name.startswith(("Memcpy", "Memset")))
+    for name, most in us.most_common(12):
+        say(f"    {most / 1e6:9.3f} s  {name}")
+    return sum(some for name, some in us.items() if "attention_" in name) / max(1.0, us.total())
 
 
 def whole_plan(plan: Any, model: nn.Module, keep: str) -> dict[str, Any]:
@@ -124,7 +112,6 @@ def measure(model: nn.Module, given: argparse.Namespace, keep: str, first: dict[
     say(f"{keep}: planned in {planned:.1f} s\n{plan}")
     step(model, min(given.tokens, WARM), sizes["vocab_size"])
     model.zero_grad(set_to_none=True)
-    synchronize()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -134,15 +121,17 @@ def measure(model: nn.Module, given: argparse.Namespace, keep: str, first: dict[
         "plan_seconds": round(planned, 2), "longest_predicted": plan.longest, "parts": plan.parts,
     }  # fmt: skip
 
-    def timed() -> None:
-        start = time.perf_counter()
+    def once() -> None:
         row["loss"] = step(model, given.tokens, sizes["vocab_size"])
-        synchronize()
-        row["seconds"] = round(time.perf_counter() - start, 3)
 
-    share = attention_share(timed, not given.no_profile and DEVICE.type == "cuda")
+    def timed() -> None:
+        row["seconds"] = round(wall_time(once, DEVICE) / 1e6, 3)
+
+    if given.no_profile or DEVICE.type == "cpu":
+        timed()
+    else:
+        row["attention_share"] = round(attention_share(timed), 4)
     row["tokens_per_second"] = round(given.tokens / row["seconds"], 1)
-    row["attention_share"] = None if share is None else round(share, 4)
     if DEVICE.type == "cuda":
         row["peak"] = torch.cuda.max_memory_allocated()
         row["reserved"] = torch.cuda.max_memory_reserved()
@@ -178,12 +167,11 @@ def main() -> int:
     model = lora_model(TINY if given.tiny else LARGE, given.layers, given.tokens)
     tilesmith.optimize(model)
     say(f"model of {given.layers} layers in {time.perf_counter() - began:.1f} s")
-    held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
-    document = {**provenance(), "rows": held.get("rows", {})}
+    document = {**provenance(), "rows": load(given.results).get("rows", {})}
     first: dict[str, Tensor] = {}
     for keep in given.keep:
         document["rows"][f"{given.layers}x{given.tokens}-{keep}"] = measure(model, given, keep, first)
-        given.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(given.results, document)
     return 0
 
 

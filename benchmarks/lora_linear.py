@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import profiled, provenance, save, say, spent
 from torch import nn
 
 import tilesmith
@@ -49,11 +48,6 @@ for case, dtype in runs[own::processes]:
 print(f"values: {len(runs[own::processes])} checked, {failed} failed; largest error / budget {worst}", flush=True)
 sys.exit(failed > 0)
 """
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def values() -> int:
@@ -102,21 +96,12 @@ def stepper(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[],
 
 def kernels(step: Callable[[], None]) -> dict[str, Any]:
     """Device µs and number of kernels of one step, and µs of each kind, the longest first."""
-    for _ in range(4):
-        step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-    found = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    by_name: dict[str, float] = defaultdict(float)
-    for e in found:
-        by_name[e.name[:48]] += e.device_time / STEPS
+    found = profiled(step, calls=STEPS, warm=4)
+    us = spent(found, STEPS)
     return {
-        "device_us": round(sum(by_name.values()), 1),
+        "device_us": round(us.total(), 1),
         "kernels": len(found) / STEPS,
-        "of": {n: round(t, 1) for n, t in sorted(by_name.items(), key=lambda kind: -kind[1])},
+        "of": {name: round(one, 1) for name, one in us.most_common()},
     }
 
 
@@ -154,8 +139,7 @@ def main() -> int:
                     row["host_us"] = host_us(step)
                 rows.append(row)
                 say(json.dumps(row))
-    made = {"torch": torch.__version__, "python": platform.python_version(), "gpu": torch.cuda.get_device_name()}
-    chosen.out.write_text(json.dumps({"where": made, "rank": chosen.rank, "rows": rows}, indent=1) + "\n")
+    save(chosen.out, {**provenance(), "rank": chosen.rank, "rows": rows})
     return code
 
 

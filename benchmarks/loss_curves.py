@@ -17,24 +17,21 @@ Every arm is a process, which has the seeds in turn.
 import argparse
 import json
 import math
-import shlex
 import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from adaptive_precision import corpus, windows
+from common import DEVICE, provenance, save, say
 from torch import Tensor, nn
 
 import tilesmith
-from tilesmith.hardware.detect import driver
 from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8, revert_model_from_fp8
 from tilesmith.precision.config import RECIPES
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPIKES = {0.4: math.inf, 0.5: math.nan, 0.6: 1e6}  # where in the run, and the value
 LATE = {"late": 0.1, "later": 0.25}  # which part of the steps goes by before a model is converted
 TORCHAO = ("tensorwise", "rowwise_with_gw_hp")
@@ -225,8 +222,7 @@ def main() -> int:
     if given.alone:
         kind, _, arm = given.arm[0].partition(".")
         for seed in range(given.seeds):
-            sys.stdout.write(json.dumps(train(kind, arm, size, seed)) + "\n")
-            sys.stdout.flush()
+            say(json.dumps(train(kind, arm, size, seed)))
         return 0
     wanted = given.arm or arms()
 
@@ -250,13 +246,9 @@ def main() -> int:
     with ThreadPoolExecutor(given.processes) as pool:
         found = dict(zip(wanted, pool.map(one, wanted)))
     rows = summary(found)
-    Path(given.out).write_text(json.dumps({
-        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu", "driver": driver(),
-        "torch": torch.__version__, "tilesmith": tilesmith.__version__, "command": shlex.join(["python", *sys.argv]),
-        "size": size._asdict(), "rows": rows, "runs": found,
-    }, indent=1), encoding="utf-8")  # fmt: skip
+    save(given.out, {**provenance(), "size": size._asdict(), "rows": rows, "runs": found})
     for arm, row in rows.items():
-        sys.stdout.write(f"{arm} {json.dumps(row)}\n")
+        say(arm, json.dumps(row))
     return int(any("error" in run and "torchao" not in run["error"] for runs in found.values() for run in runs))
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from common import provenance, save, say
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilesmith import ops
@@ -208,11 +209,6 @@ def modelled(shape: Shape, way: str, lines: bool = False) -> float:
     return total / products
 
 
-def say(what: str) -> None:
-    sys.stdout.write(what + "\n")
-    sys.stdout.flush()
-
-
 def inputs(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     x, weight = (
@@ -291,7 +287,7 @@ def main() -> int:
             for way in ways_of(shape):
                 modelled(shape, way, lines=True)
         return 0
-    begun, found = time.monotonic(), {"torch": torch.__version__, "rows": []}
+    begun, found = time.monotonic(), {**provenance(), "rows": []}
     for shape in shapes:
         if time.monotonic() - begun > given.seconds:
             say(f"no time left for {shape}")
@@ -300,7 +296,7 @@ def main() -> int:
         found["rows"].append(row)
         say(json.dumps(row))
         if given.out:
-            Path(given.out).write_text(json.dumps(found), encoding="utf-8")
+            save(given.out, found)
         torch.cuda.empty_cache()
     say(f"{time.monotonic() - begun:.1f} s")
     return 0 if all(row["passed"] for row in found["rows"]) else 1

@@ -22,26 +22,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from host_bound import provenance, say, wall
+from common import DEVICE, load, profiled, provenance, save, say, spent
 from torch import nn
 
 import tilesmith
 from tilesmith.attention.fusion import FusionStrategy, OptimizationLevel, create_unified_attention_fusion
 from tilesmith.bench import tables
-from tilesmith.engine.timing import Timing, interleave, measure, peak_memory
+from tilesmith.engine.timing import Timing, interleave, measure, peak_memory, wall_time
 from tilesmith.precision import FP8Config, convert_model_to_fp8, refresh_fp8, revert_model_from_fp8
 from tilesmith.precision.scaling import roll
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RUN = ("command", "date")  # of a run, what its rows keep
 OPTIONS = argparse.Namespace(tiny=False)  # what the command line asked for
 BF16_LOSS = 5e-3  # of a loss, the most that variants may be apart
@@ -246,14 +243,9 @@ def stepper(model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> C
 
 def kernels_of(step: Callable[[], object]) -> tuple[float, int, dict[str, float]]:
     """The device's time of a step in ms, its kernels, and the 25 that take the most, in µs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
-        step()
-        torch.cuda.synchronize()
-    spent: Counter[str] = Counter()
-    events = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    for event in events:
-        spent[event.name[:90]] += event.device_time
-    return sum(spent.values()) / 1e3, len(events), {name: round(us, 1) for name, us in spent.most_common(25)}
+    kernels = profiled(step)
+    us = spent(kernels)
+    return us.total() / 1e3, len(kernels), {name: round(most, 1) for name, most in us.most_common(25)}
 
 
 def on_device(step: Callable[[], object], held: int, by_kernel: bool) -> dict[str, Any]:
@@ -311,7 +303,7 @@ def timed(steps: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str
     """Wall time of each step, in rounds in which they take turns."""
     if DEVICE.type != "cuda":
         return measure(steps, DEVICE, rounds=rounds, budget_ms=1.0)
-    return interleave(rounds, {name: wall(step, 2) for name, step in steps.items()})
+    return interleave(rounds, {name: (lambda step=step: wall_time(step, DEVICE, 2)) for name, step in steps.items()})
 
 
 def signed(rows: dict[str, dict[str, Any]], run: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -351,19 +343,19 @@ def main() -> int:
     chosen = given.variant or [name for name in VARIANTS if name not in ("liger", *FP8)]
     if "liger" in chosen and len(chosen) > 1:
         parser.error("--variant liger needs a process of its own: it replaces functions of transformers' modules")
-    held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
+    held = load(given.results)
     before = {name: signed(rows, held) for name, rows in held.get("rows", {}).items()}
     run, right = provenance(), True
     document = {"subject": tables.STEPS, **run, "rows": before}
     for name in given.families or FAMILIES:
         say(name)
         family = tiny(FAMILIES[name]) if given.tiny else FAMILIES[name]
-        rows = compare(family, chosen, given.rounds, given.kernels)
-        for stray in strays(rows):
+        found = compare(family, chosen, given.rounds, given.kernels)
+        for stray in strays(found):
             say(f"  {stray}: its loss is not that of the first")
             right = False
-        document["rows"].setdefault(name, {}).update(signed(rows, run))
-        given.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        before.setdefault(name, {}).update(signed(found, run))
+        save(given.results, document)
         torch._dynamo.reset()
     if not right:
         say("a variant's loss is not that of the first: see the results")

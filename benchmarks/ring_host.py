@@ -16,13 +16,13 @@ import cProfile
 import json
 import pstats
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
+from common import say
 from torch import Tensor
 
 from tilesmith.bench.context_parallel_problems import Problem, documents_of
@@ -109,7 +109,7 @@ def main() -> None:
     runs = mock.patch.multiple(sums.ops, add_runs=lambda *given: None, copy_runs=lambda *given: None)
     with merge, runs, torch.autograd.set_multithreading_enabled(False):
         for name, problem in CASES.items():
-            sys.stdout.write(json.dumps({"case": name, **measured(problem, RANK.get(name, 0), given.calls)}) + "\n")
+            say(json.dumps({"case": name, **measured(problem, RANK.get(name, 0), given.calls)}))
         if given.profile:
             forward, backward = passes(CASES[given.profile], RANK.get(given.profile, 0))
             with cProfile.Profile() as profile:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from common import say
 from torch import Tensor
 
 from tilesmith import ops, use
@@ -200,8 +200,7 @@ def main() -> None:
         if given.only in (None, name):
             for row in rows():
                 row["s"] = round(time.monotonic() - began, 1)
-                sys.stdout.write(json.dumps(row) + "\n")
-                sys.stdout.flush()
+                say(json.dumps(row))
                 if time.monotonic() - began > given.seconds:
                     return
 

@@ -14,18 +14,18 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import DEVICE, profiled, provenance, save, say, spent
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.profiler import ProfilerActivity, profile
 
 from tilesmith import explain, ops, use
 from tilesmith.attention import BlockIndexer, SparsePattern, estimated_shares, pattern_blocks, to_block_mask
@@ -35,11 +35,10 @@ from tilesmith.attention.indexer import indexer_loss
 from tilesmith.attention.patterns import CLOSED, _blocks
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
-from tilesmith.engine.timing import measure
+from tilesmith.engine.timing import measure, wall_time
 from tilesmith.ops.attn.mask import Blocks, Mask
 from tilesmith.validate import check
 
-DEVICE = torch.device("cuda")
 OPS = (
     "block_scores", "block_max_scores", "block_mass", "block_shares", "block_select", "block_lists", "block_pattern",
 )  # fmt: skip
@@ -128,30 +127,15 @@ def times(variants: dict[str, Callable[[], object]], rounds: int = 5) -> dict[st
 
 def walled(call: Callable[[], object], runs: int = 20) -> float:
     """Median µs of a call and of waiting for it."""
-    spent = []
-    for _ in range(runs):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        spent.append(1e6 * (time.perf_counter() - start))
-    return round(statistics.median(spent), 1)
+    return round(statistics.median(wall_time(call, DEVICE) for _ in range(runs)), 1)
 
 
 def kernels(call: Callable[[], object], runs: int = 5) -> dict[str, float]:
     """µs that each device kernel takes in one call, by torch's profiler; the longest first."""
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(runs):
-            call()
-        torch.cuda.synchronize()
-    spent: dict[str, float] = {}
-    for event in found.key_averages():
-        name = event.key.split("<")[0].removeprefix("void ")[:60]
-        spent[name] = spent.get(name, 0.0) + event.self_device_time_total / runs
-    ordered = sorted(spent.items(), key=lambda pair: -pair[1])
-    return {name: round(us, 1) for name, us in ordered if us >= 1.0}
+    found: Counter[str] = Counter()
+    for name, us in spent(profiled(call, calls=runs), runs).items():
+        found[name.split("<")[0].removeprefix("void ")] += us
+    return {name: round(us, 1) for name, us in found.most_common() if us >= 1.0}
 
 
 def fresh(pattern: SparsePattern, tokens: int, heads: int) -> Blocks:
@@ -385,8 +369,7 @@ def main() -> int:
     parser.add_argument("--without-flex", action="store_true")
     parser.add_argument("--few", action="store_true")
     args = parser.parse_args()
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-    found: dict[str, Any] = {"machine": machine, "wrong": [], "rows": []}
+    found: dict[str, Any] = {**provenance(), "wrong": [], "rows": []}
     if args.part != "times":
         began = time.perf_counter()
         found["wrong"] = values(args.ops.split(","))
@@ -398,12 +381,11 @@ def main() -> int:
         began = time.perf_counter()
         found["rows"].append(kind(tokens, args))
         found["rows"][-1]["seconds"] = round(time.perf_counter() - began, 1)
-        sys.stdout.write(json.dumps(found["rows"][-1]) + "\n")
-        sys.stdout.flush()
-        Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        say(json.dumps(found["rows"][-1]))
+        save(args.out, found)
     if found["wrong"]:
-        sys.stdout.write("\n".join(found["wrong"]) + "\n")
-    Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        say("\n".join(found["wrong"]))
+    save(args.out, found)
     return 1 if found["wrong"] else 0
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from common import provenance, save, say
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -412,28 +413,27 @@ def main() -> int:
     torch.manual_seed(0)
     model = ByteModel(size).to(device)
     found: dict = {
-        "machine": {"gpu": torch.cuda.get_device_name() if device.type == "cuda" else "", "torch": torch.__version__},
+        **provenance(),
         "size": size._asdict(), "bytes": len(data), "parameters": sum(p.numel() for p in model.parameters()),
         "sparsity": SPARSITY, "window": window_of(size), "training": {}, "rows": {},
     }  # fmt: skip
 
-    def save(name: str) -> None:
+    def keep(name: str) -> None:
         found["seconds"] = round(time.perf_counter() - began, 1)
-        Path(args.out).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        save(args.out, found)
         told = {key: value for key, value in found["rows"].get(name, {}).items() if key != "each"}
-        sys.stdout.write(f"{found['seconds']} s: {name} {json.dumps(told or found['training'].get(name, ''))}\n")
-        sys.stdout.flush()
+        say(f"{found['seconds']} s: {name} {json.dumps(told or found['training'].get(name, ''))}")
 
     for phase in size.dense:
         name = f"{phase.length} bytes"
         found["training"][name] = train(model, training, size, phase, device)
-        save(name)
+        keep(name)
     # what failed there fails here, too, or takes longer
     found["compiled apart"] = [str(job.exception() or "") for job in jobs]
     pool.shutdown()
     found["rows"]["before"] = judge(model, unseen, size, device)
     found["retained mass"] = retained(model, unseen, size, device)
-    save("before")
+    keep("before")
     for name, make in arms(size).items():
         made = with_attention(model, make)
         if name == "learned":
@@ -442,11 +442,11 @@ def main() -> int:
             set_target(made, "selected")
         found["training"][name] = train(made, training, size, size.arm, device)
         found["rows"][name] = judge(made, unseen, size, device)
-        save(name)
+        keep(name)
     found["compared"] = compared({name: found["rows"][name] for name in arms(size)})
-    sys.stdout.write(json.dumps(found["compared"]) + "\n")
+    say(json.dumps(found["compared"]))
     found["curve"] = curve(model, unseen, size, device, lambda: time.perf_counter() - began > args.limit)
-    save("curve")
+    keep("curve")
     return 0
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -27,8 +26,8 @@ from typing import Any
 
 import model_steps
 import torch
-from host_bound import provenance, say
-from model_steps import DEVICE, FAMILIES, OPTIONS, Family, built, stepper, tiny
+from common import DEVICE, load, provenance, save, say
+from model_steps import FAMILIES, OPTIONS, Family, built, stepper, tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -236,8 +235,7 @@ def main() -> int:
         parser.error(f"unknown families: {', '.join(unknown)}; there are {', '.join(DENSE)}")
     if DEVICE.type == "cpu" and not given.tiny:
         parser.error("this needs a GPU; --tiny runs sizes for a CPU")
-    held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
-    document = {**provenance(), "rows": held.get("rows", {})}
+    document = {**provenance(), "rows": load(given.results).get("rows", {})}
     for name in given.families or DENSE:
         say(name)
         row = compare(tiny(FAMILIES[name]) if given.tiny else FAMILIES[name], given.rounds)
@@ -246,7 +244,7 @@ def main() -> int:
         say(f"  parts {row['sum_ms']:.2f} ms, step {row['step_ms']:.2f} ms on the device ({row['step_over_sum']:.3f}), "
             f"{row['wall_ms']:.2f} ms by the clock ({row['wall_over_sum']:.3f})")  # fmt: skip
         document["rows"][name] = row
-        given.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(given.results, document)
     return 0
 
 

@@ -16,10 +16,10 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from common import provenance, save, say
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.errors import TritonError
@@ -60,11 +60,6 @@ def drawn(seed: int, dims: Sequence[int], count: int) -> tuple[Call, ...]:
         batch = min(max(1, int(2 ** r.uniform(25, 30) / (heads * tokens**2))), 64)
         found.append(Call(batch, tokens, heads, heads // group, dims[len(found) % len(dims)], r.random() < 0.5))
     return tuple(found)
-
-
-def say(*what: object) -> None:
-    sys.stdout.write(" ".join(map(str, what)) + "\n")
-    sys.stdout.flush()
 
 
 def tokens_first(call: Call, device: str, *heads: int) -> list[torch.Tensor]:
@@ -234,7 +229,7 @@ class Study(ABC):
             say(len(self.groups(wanted)), "groups of kernels")
             return 0
         values = self.all_values(wanted, () if options.only else self.cases)
-        found = {"values": values, "values_seconds": time.monotonic() - begun, "rows": [], "torch": torch.__version__}
+        found = {**provenance(), "values": values, "values_seconds": time.monotonic() - begun, "rows": []}
         wrong = {name: x for name, x in values.items() if not x["passed"]}
         say(len(values), "values,", len(wrong), "wrong,", round(time.monotonic() - begun, 1), "s", json.dumps(wrong))
         for call in wanted:
@@ -244,9 +239,9 @@ class Study(ABC):
             row = self.timed(call, values)
             found["rows"].append(row)
             say(call, json.dumps(row["us"]), row["failed"] or "")
-            Path(options.out).write_text(json.dumps(found), encoding="utf-8")
+            save(options.out, found)
             torch.cuda.empty_cache()
         self.finish(found["rows"], values, begun + options.seconds)
-        Path(options.out).write_text(json.dumps(found), encoding="utf-8")
+        save(options.out, found)
         say(round(time.monotonic() - begun, 1), "s")
         return 1 if wrong else 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import sys
@@ -25,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_bound import provenance, say
+from common import DEVICE, load, provenance, save, say
 from torch import nn
 
 import tilesmith
+from tilesmith.engine.timing import synchronize
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LARGE = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
@@ -81,11 +80,11 @@ def trainer_of(variant: str, data: str, sizes: dict[str, Any], tokens: int, fold
         began = 0.0
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            synchronize()
+            synchronize(DEVICE)
             self.began = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronize()
+            synchronize(DEVICE)
             spent.append(time.perf_counter() - self.began)
 
     arguments = trl.SFTConfig(
@@ -102,11 +101,6 @@ def trainer_of(variant: str, data: str, sizes: dict[str, Any], tokens: int, fold
         processing_class=tokenizer_of(sizes["vocab_size"]),
     )  # fmt: skip
     return trainer, spent
-
-
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def compare(data: str, variants: Sequence[str], rounds: int, tiny: bool) -> dict[str, dict[str, Any]]:
@@ -146,8 +140,7 @@ def main() -> int:
     variants = given.variant or [name for name in VARIANTS if name != "liger"]
     if "liger" in variants and len(variants) > 1:
         parser.error("--variant liger needs a process of its own: it replaces functions of transformers' modules")
-    held = json.loads(given.results.read_text(encoding="utf-8")) if given.results.exists() else {}
-    document, right = {**provenance(), "rows": held.get("rows", {})}, True
+    document, right = {**provenance(), "rows": load(given.results).get("rows", {})}, True
     for data in given.data or DATA:
         found = document["rows"].setdefault(data, {})
         found.update(compare(data, variants, given.rounds, given.tiny))
@@ -155,7 +148,7 @@ def main() -> int:
         right &= all(
             abs(a - b) <= 5e-3 * abs(b) for row in found.values() for a, b in zip(row["losses"], first, strict=True)
         )
-        given.results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(given.results, document)
     if not right:
         say("a variant's losses are not those of the first: see the results")
     return 0 if right else 1

@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_bound import provenance, say
+from common import DEVICE, load, provenance, save, say
 from torch import nn
 
 import tilesmith
 from tilesmith.attention.fusion import FusionConfig, OptimizationLevel, create_unified_attention_fusion
-from tilesmith.engine.timing import interleave, launches, measure, peak_memory
+from tilesmith.engine.timing import interleave, launches, measure, peak_memory, wall_time
 from tilesmith.hardware import HardwareAbstractionLayer
 from tilesmith.models.sizing.sample_inputs import loss_of, sample_of
 from tilesmith.nn import Decoder, DecoderConfig
 from tilesmith.validate.budget import compare
 
-DEVICE = torch.device("cuda")
 STEPS = 20  # of training at the chosen batch, in which memory must not run out
 
 
@@ -116,16 +115,7 @@ def step(model: nn.Module, inputs: tuple[Any, ...], backward: bool) -> Callable[
 
 def wall(variants: dict[str, Callable[[], None]], rounds: int = 7, calls: int = 10) -> dict[str, Any]:
     """Milliseconds of a call from the host's first launch to the device's last."""
-
-    def once(fn: Callable[[], None]) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls * 1e6
-
-    found = interleave(rounds, {name: (lambda fn=fn: once(fn)) for name, fn in variants.items()})
+    found = interleave(rounds, {name: (lambda fn=fn: wall_time(fn, DEVICE, calls)) for name, fn in variants.items()})
     return {name: {"ms": t.median_us / 1e3, "spread": t.spread} for name, t in found.items()}
 
 
@@ -253,15 +243,13 @@ def batches(short: bool) -> list[dict[str, Any]]:
 
         def rate(batch: int, steps: int, model=model, optimizer=optimizer, given=given) -> float:
             args, kwargs = given.batched(batch)
-            times = []
-            for _ in range(steps):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
+
+            def once() -> None:
                 loss_of(model(*args, **kwargs)).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                torch.cuda.synchronize()
-                times.append(time.perf_counter() - start)
+
+            times = [wall_time(once, DEVICE) / 1e6 for _ in range(steps)]
             return batch / statistics.median(times[1:])
 
         row: dict[str, Any] = {"model": name, "chosen": chosen, "probes": len(probes), "seconds": round(seconds, 2)}
@@ -297,11 +285,10 @@ def main() -> int:
     if wrong:
         say("\n".join(wrong))
         return 1
-    document = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {}
-    document |= provenance()
+    document = load(given.out) | provenance()
     for name in given.part or PARTS:
         document[name] = PARTS[name](given.short)
-        given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(given.out, document)
     if "predictions" in document:
         errors = sorted(abs(row["error"]) for row in document["predictions"])
         say(f"peak: median error {statistics.median(errors):.1%}, largest {errors[-1]:.1%}")

@@ -15,11 +15,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from host_bound import provenance
+from common import provenance, save, say
 from torch import Tensor
 
 import tilesmith
@@ -68,11 +67,6 @@ CALLS = (
     Call("few tiles, qwen3-0.6b", 1, 1024, 16, 8, 128, 0, few_tiles=True),
     Call("few tiles, mistral, window", 1, 900, 12, 4, 128, 512, few_tiles=True),
 )
-
-
-def say(*what: object) -> None:
-    sys.stdout.write(" ".join(map(str, what)) + "\n")
-    sys.stdout.flush()
 
 
 def inputs(call: Call, device: str) -> dict[str, Tensor]:
@@ -165,7 +159,7 @@ def main() -> int:
         rows.append(row(call, options.rounds))
         say(call.name, json.dumps(rows[-1]["us"]), rows[-1]["wrong"] or "", rows[-1]["plan"])
         if options.out:
-            Path(options.out).write_text(json.dumps(provenance() | {"rows": rows}, indent=1), encoding="utf-8")
+            save(options.out, provenance() | {"rows": rows})
         torch.cuda.empty_cache()
     return 1 if any(one["wrong"] for one in rows) else 0
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 import torch
+from common import say
 
 from tilesmith.bench import zoo
 from tilesmith.bench.run import case_rows
@@ -28,7 +29,7 @@ def compile_share(given: argparse.Namespace) -> None:
             peers = given.against.split(",")
             case_rows(ops()[given.op], case, torch.device("cuda"), torch.bfloat16, peers, 1, given.decode)
         except Exception as problem:  # the bench says what went wrong
-            sys.stdout.write(f"{case.name}: {type(problem).__name__}: {str(problem)[:200]}\n")
+            say(f"{case.name}: {type(problem).__name__}: {str(problem)[:200]}")
         torch.cuda.empty_cache()
 
 

@@ -81,3 +81,12 @@ def missing():
         pytest.skip(reason)
 
     return decide
+
+
+@pytest.fixture
+def one_rank():
+    """A default process group, over gloo, of this process alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 import tilesmith
 from tilesmith import ops
-from tilesmith.bench.ranks import current_device, memory_in_use, process_group, synchronize
+from tilesmith.bench.ranks import current_device, memory_in_use, process_group
 from tilesmith.distributed import Layout, ProcessGroupRing, RingError, context_parallel_attention, cost, prepared
 from tilesmith.distributed.parts import Split, Splits
+from tilesmith.engine.timing import synchronize
 
 CAUSAL = ops.Mask(causal=True)
 ODD, EVEN = (4097, 2048) if torch.cuda.is_available() else (257, 128)  # tokens

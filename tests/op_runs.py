@@ -4,12 +4,10 @@ import contextlib
 
 import torch
 
+from devices import DEVICE
 from tilesmith.engine import cases, ops
 from tilesmith.engine.backends import missing
 from tilesmith.validate.cases import outputs_and_gradients
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ON_GPU = DEVICE.type != "cpu"
 
 NAMES = [n for n in sorted(ops()) if cases(n)]
 DIFFERENTIABLE = [n for n in NAMES if ops()[n].vjp is not None]

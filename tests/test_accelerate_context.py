@@ -2,20 +2,18 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ranks import torchrun
-from test_sharding import run_checks
+from ranks import gloo, run_checks, torchrun
 from tilesmith import ops
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", minversion="1.12")  # with ParallelismConfig, as Trainer wants it
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+pytestmark = gloo
 
 
 def test_ranks(tmp_path):
-    told = run_checks(tmp_path, modules=("sharded_accelerate",))
+    told = run_checks(tmp_path, ("sharded_accelerate",))
     assert not any("FAILED" in one for one in told), "\n".join(told)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from devices import ON_GPU
 from tilesmith.hardware.facts import tomllib
 
 DOCUMENTS = {
@@ -18,7 +19,6 @@ DOCUMENTS = {
 NAMES = [(n, entry) for n, document in DOCUMENTS.items() for entry in document["name"]]
 EXAMPLES = [(n, entry) for n, document in DOCUMENTS.items() for entry in document["example"]]
 LARGEST = 64  # sizes of an example's tensors where there is no GPU
-ON_GPU = torch.cuda.is_available()
 
 
 def _found(document: str, path: str):

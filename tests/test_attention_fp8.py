@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from devices import DEVICE, HOPPER
 from tilesmith import use
 from tilesmith.hardware.detect import arch_of
 from tilesmith.ops import (
@@ -23,9 +24,6 @@ from tilesmith.ops import (
 from tilesmith.ops.attn.op import attention_op, attention_vjp
 from tilesmith.ops.attn.quantize_reference import hadamard
 from tilesmith.ops.attn.reference import by_token
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _rare(*shape: int) -> Tensor:
@@ -294,7 +292,7 @@ def test_kernels_for_sixteen_bits_serve_what_they_are_handed(monkeypatch, layout
 
 def test_autocast_casts_what_comes():
     q, k, v = _inputs("normal", 40)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         out, lse = attention_fp8(q.float(), k.float(), v)
     assert torch.equal(out, attention_fp8(q, k, v)[0]) and lse.dtype == torch.float32
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from devices import DEVICE, HOPPER
 from tilesmith import ops, use
 from tilesmith.engine.backends import triton_missing
 from tilesmith.ops.attn.op import attention_op, attention_vjp
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0) and triton_missing() is None
+SERVED_BY_HOPPER = HOPPER and triton_missing() is None
 CAUSAL = {"causal": True}
 # batch, heads, kv heads, queries, keys, head dims of q and of v, and what else a call says: forms of the kernels
 CALLS = {
@@ -24,8 +24,8 @@ CALLS = {
     "head dims 192 and 128, packed": (1, 2, 2, 300, 300, 192, 128, {"cu_seqlens": (0, 130, 300), **CAUSAL}),
     "head dim 256": (1, 4, 2, 300, 300, 256, 256, CAUSAL),
 }
-BACKENDS = ("hopper", "triton") if HOPPER else ("reference",)
-SERVED = CALLS if HOPPER else ("window", "packed")  # a reference has no forms
+BACKENDS = ("hopper", "triton") if SERVED_BY_HOPPER else ("reference",)
+SERVED = CALLS if SERVED_BY_HOPPER else ("window", "packed")  # a reference has no forms
 FORMS = [(name, backend) for name in SERVED for backend in BACKENDS]
 
 

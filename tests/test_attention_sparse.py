@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from devices import DEVICE, ON_GPU
 from tilesmith import ops, use
 from tilesmith.attention import (
     AttentionConfig,
@@ -407,10 +408,9 @@ def test_the_indexer_scores_pairs_of_blocks():
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_of_equal_scores_the_first_has_the_gradient(backend, needs_triton):
-    if backend == "triton" and not (interpreting() or torch.cuda.is_available()):
+    if backend == "triton" and not (interpreting() or ON_GPU):
         pytest.skip("needs a GPU or Triton's interpreter")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k = torch.ones(1, 2, 40, 16, device=device), torch.ones(1, 1, 40, 16, device=device)
+    q, k = torch.ones(1, 2, 40, 16, device=DEVICE), torch.ones(1, 1, 40, 16, device=DEVICE)
     q[:, 1, 16:21] = 0.5  # of its second block of queries the first five are smaller
     q, k = q.requires_grad_(), k.requires_grad_()
     with use(block_max_scores=backend, block_max_scores_vjp=backend):
@@ -429,11 +429,10 @@ def test_of_equal_scores_the_first_has_the_gradient(backend, needs_triton):
 @pytest.mark.parametrize("tokens", [70, 1030])
 def test_gradients_of_largest_scores_lie_as_q_and_k_do(backend, tokens, needs_triton):
     """Token by token, as projections write them and norms read them; with 1,030 queries dk comes from parts."""
-    if backend == "triton" and not (interpreting() or torch.cuda.is_available()):
+    if backend == "triton" and not (interpreting() or ON_GPU):
         pytest.skip("needs a GPU or Triton's interpreter")
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k = (torch.randn(1, n, heads, 16, device=device) for n, heads in ((tokens, 4), (33, 2)))
+    q, k = (torch.randn(1, n, heads, 16, device=DEVICE) for n, heads in ((tokens, 4), (33, 2)))
     q, k = (x.transpose(1, 2).requires_grad_() for x in (q, k))
     with use(block_max_scores=backend, block_max_scores_vjp=backend):
         scores = ops.block_max_scores(q, k, None, False, 16, 16)
@@ -639,13 +638,12 @@ def test_a_single_key_is_found_by_a_learned_choice(monkeypatch):
     assert _accuracy(learned) >= 0.95 * _accuracy(dense) > 0.9 > 0.3 > by_chance
 
 
-@pytest.mark.skipif(not (interpreting() or torch.cuda.is_available()), reason="needs a GPU or Triton's interpreter")
+@pytest.mark.skipif(not (interpreting() or ON_GPU), reason="needs a GPU or Triton's interpreter")
 def test_shares_of_long_sequences_come_tile_by_tile(needs_triton, monkeypatch):
     """Where the sums of all tiles would take too much memory."""
     from tilesmith.ops.attn.triton import block_shares
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k = torch.randn(2, 4, 96, 32, device=device), torch.randn(2, 2, 96, 32, device=device)
+    q, k = torch.randn(2, 4, 96, 32, device=DEVICE), torch.randn(2, 2, 96, 32, device=DEVICE)
     wanted = block_shares_of(q, k, "reference")
     for most in (1, 2 * 4 * 8 * 3 * 16 * 2):  # one tile at a time, and two of three
         monkeypatch.setattr(block_shares, "MOST_SUMS", most)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from clock import Clock
+from devices import ON_GPU
 from tilesmith import runtime
 from tilesmith.bench import host, peers, ranks, run, tables
 from tilesmith.bench.missing import Missing, absent, only
@@ -134,7 +135,7 @@ def test_long_calls_run_untimed_before_they_are_timed(monkeypatch, clock):
             assert timing._device_round(plan, device, lambda: None) == pytest.approx(seconds * 1e6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_device_time_leaves_the_host_s_pauses_out():
     x = torch.randn(2**24, device="cuda")
 

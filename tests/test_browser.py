@@ -22,6 +22,7 @@ from tilesmith.device import philox
 from tilesmith.engine import ops, use
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.nn import Decoder, DecoderConfig, generate
+from tilesmith.validate.budget import compare
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "webgpu"
 PROMPT = "The following example"
@@ -253,15 +254,15 @@ def check_decoder(found: dict, decoder: Decoder, pairs: BytePairs, words: list[s
     ids = torch.tensor([prompt])
     with torch.no_grad(), use(**dict.fromkeys(ops(), REFERENCE)):
         likeliest = generate(decoder, ids, NEW_TOKENS)[0].tolist()
-        own = decoder(ids)[0, -1].double()
+        own = decoder(ids)[0, -1]
         exact = decoder.double()(ids)[0, -1]
-    budget = 2 * ((own - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max())
-    assert (torch.from_numpy(found["logits"]).double() - exact).abs().max() <= budget
+    budget = compare(torch.from_numpy(found["logits"]), own, exact)
+    assert budget.passed
     assert found["tokens"] == likeliest
     assert words == [pairs.decode([token]) for token in prompt + likeliest]
     assert found["ok"]
     assert found["text"].startswith(PROMPT)
-    assert found["apart"] <= 2 * budget
+    assert found["apart"] <= 2 * budget.allowed
 
 
 def test_without_webgpu_the_page_says_what_is_missing(missing):

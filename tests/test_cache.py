@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 
+from devices import DEVICE
 from tilesmith.engine import torch_private, use
 from tilesmith.engine.backends import missing
 from tilesmith.ops import Mask, attention, kv_cache_append, rope
 from tilesmith.ops.attn.overlap import distance, overlap
 from tilesmith.validate.budget import compare
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = [b for b in kv_cache_append.backends() if missing(b, DEVICE, pinned=True) is None]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tilesmith
-from test_graphs import Block, Stack, _gradients, _record, _recorder, _step, _warmed, apart  # noqa: F401
+from graph_runs import Block, Stack, gradients_of, on_a_cpu, record_of, step_of, warmed_up  # noqa: F401
 
 OTHERWISE = "they are not always called as they were recorded"
 KEPT = "what passes between them is kept"
@@ -37,15 +37,15 @@ def _pair():
 def _compared(model, plain, steps=4):
     for _ in range(steps):
         x = torch.randn(2, 8)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
 def test_blocks_are_recorded_as_one():
     model, plain = _pair()
     _compared(model, plain, 5)
-    assert _record(model).recorded == 1 and _record(model).replays == 9 and not _record(model).apart
-    (entry,) = (e for known in _record(model)._blocks.values() for e in known.recorded.values())
+    assert record_of(model).recorded == 1 and record_of(model).replays == 9 and not record_of(model).apart
+    (entry,) = (e for known in record_of(model)._blocks.values() for e in known.recorded.values())
     assert [link.block() for link in entry.links] == list(model.blocks)
     assert [link.sources for link in entry.links] == [((False, 0),), ((True, 0),), ((True, 0),)]
 
@@ -54,9 +54,9 @@ def test_what_each_block_is_given_may_be_what_the_first_is_given():
     model, plain = _pair()
     for _ in range(5):
         x, scale = torch.randn(2, 8), torch.randn(8)
-        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).recorded == 1 and _record(model).replays == 9
+        torch.testing.assert_close(step_of(model, x, scale), step_of(plain, x, scale))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).recorded == 1 and record_of(model).replays == 9
 
 
 def test_a_block_that_is_given_something_else_starts_anew():
@@ -64,8 +64,8 @@ def test_a_block_that_is_given_something_else_starts_anew():
     for each in (model, plain):
         each.between = lambda x, place: x * 2 if place == 0 else x
     _compared(model, plain, 5)
-    links = [len(e.links) for known in _record(model)._blocks.values() for e in known.recorded.values()]
-    assert links == [1, 2] and _record(model).replays == 9 and not _record(model).apart
+    links = [len(e.links) for known in record_of(model)._blocks.values() for e in known.recorded.values()]
+    assert links == [1, 2] and record_of(model).replays == 9 and not record_of(model).apart
 
 
 @pytest.mark.parametrize("how", ["scaled", "in place", "hook", "retain_grad"])
@@ -93,7 +93,7 @@ def test_what_is_done_between_blocks_later_takes_them_apart(how):
 
     model.between, plain.between = between(model), between(plain)
     _compared(model, plain, 5)
-    assert list(_record(model).apart) == [OTHERWISE] and _record(model).replays > 12
+    assert list(record_of(model).apart) == [OTHERWISE] and record_of(model).replays > 12
     found, wanted = ([x.grad if how == "retain_grad" else x for x in told[each]] for each in (model, plain))
     assert len(found) == (5 if how in ("hook", "retain_grad") else 0)
     torch.testing.assert_close(found, wanted)
@@ -107,7 +107,7 @@ def test_a_block_that_is_skipped_has_no_gradient(skipped):
         each.skipped = (skipped,)
         each.zero_grad()
     _compared(model, plain, 4)
-    assert list(_record(model).apart) == [OTHERWISE] and f"blocks.{skipped}.linear.weight" not in _gradients(model)
+    assert list(record_of(model).apart) == [OTHERWISE] and f"blocks.{skipped}.linear.weight" not in gradients_of(model)
     assert f"Blocks are recorded one by one: {OTHERWISE}" in str(model.tilesmith_report)
 
 
@@ -121,14 +121,14 @@ def test_a_loss_of_what_passes_between_blocks():
         for each in (model, plain):
             kept[each].clear()
             sum(part.square().sum() for part in (each(x), *kept[each])).backward()
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert list(_record(model).apart) == [KEPT] and _record(model).recorded == 3
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert list(record_of(model).apart) == [KEPT] and record_of(model).recorded == 3
 
 
 def test_who_asks_for_a_gradient_between_blocks_too_late_is_told():
     model, _ = _pair()
     kept = []
-    _warmed(model, torch.randn(2, 8))
+    warmed_up(model, torch.randn(2, 8))
     model.between = lambda x, place: kept.append(x) or x
     loss = model(torch.randn(2, 8)).sum()
     kept[0].retain_grad()
@@ -138,7 +138,7 @@ def test_who_asks_for_a_gradient_between_blocks_too_late_is_told():
     loss = model(torch.randn(2, 8)).sum()
     kept[0].retain_grad()
     loss.backward()
-    assert kept[0].grad is not None and list(_record(model).apart) == [KEPT]
+    assert kept[0].grad is not None and list(record_of(model).apart) == [KEPT]
 
 
 def test_a_forward_that_ends_early():
@@ -147,9 +147,9 @@ def test_a_forward_that_ends_early():
     x = torch.randn(2, 8)
     for each in (model, plain):
         each.blocks[0](x, None).square().sum().backward()
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     _compared(model, plain, 2)
-    assert list(_record(model).apart) == [OTHERWISE]
+    assert list(record_of(model).apart) == [OTHERWISE]
 
 
 def test_one_block_called_again_and_again():
@@ -158,7 +158,7 @@ def test_one_block_called_again_and_again():
     for each in (model, plain):
         each.blocks[2] = each.blocks[1] = each.blocks[0]
     _compared(model, plain, 6)
-    assert _record(model).replays
+    assert record_of(model).replays
 
 
 @pytest.mark.parametrize(
@@ -171,15 +171,15 @@ def test_what_is_recorded_one_by_one(how, why):
     else:
         model.blocks[1].linear.weight.register_post_accumulate_grad_hook(lambda p: None)
     for _ in range(4):
-        _step(model, torch.randn(2, 8))
-    assert [told.startswith(why) for told in _record(model).apart] == [True] and _record(model).replays == 6
+        step_of(model, torch.randn(2, 8))
+    assert [told.startswith(why) for told in record_of(model).apart] == [True] and record_of(model).replays == 6
 
 
 def test_blocks_of_a_process_group_are_recorded_one_by_one(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     model, plain = _pair()
     _compared(model, plain)
-    assert _record(model).recorded == 3 and list(_record(model).apart) == [
+    assert record_of(model).recorded == 3 and list(record_of(model).apart) == [
         "so that gradients are sent while others are computed"
     ]
 
@@ -189,7 +189,7 @@ def test_frozen_blocks_in_front_stay_out():
     for each in (model, plain):
         each.blocks[0].requires_grad_(False)
     _compared(model, plain, 5)
-    links = [len(e.links) for known in _record(model)._blocks.values() for e in known.recorded.values()]
+    links = [len(e.links) for known in record_of(model)._blocks.values() for e in known.recorded.values()]
     assert links == [2]
 
 
@@ -200,6 +200,6 @@ def test_a_block_that_is_called_by_itself():
     for _ in range(3):
         for each in (model, plain):
             each.blocks[1](x, None).square().sum().backward()
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     _compared(model, plain, 2)
     assert isinstance(model.blocks[1], Block) and isinstance(model.blocks, nn.ModuleList)

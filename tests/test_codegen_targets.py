@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 from codegen import golden, tools, vulkan_runner, webgpu_runner
 from codegen.samples import SAMPLES
+from devices import ON_GPU
 from tilesmith.codegen import KernelError, Out, barrier, build, cuda, f32, metal, nvrtc, shared, spirv, tid, wgsl
 from tilesmith.codegen.disassembly import disassemble
 from tilesmith.codegen.reserved import RESERVED
@@ -217,7 +217,7 @@ def test_spirv_runs(name, missing):
     check(sample, vulkan_runner.run(sample.ir, module, sample.grid, sample.tensors, sample.scalars), loosen=2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", CUDA)
 def test_cuda_runs(name):
     from codegen import cuda_runner

@@ -321,23 +321,19 @@ def test_adapters():
         assert regions.calls == 3 and not regions.breaks and not regions.plain
 
 
-def test_fully_shard(tmp_path):
+def test_fully_shard(one_rank):
     from torch.distributed.fsdp import fully_shard
 
     model, inputs = build("llama"), batch("llama")
     wanted = train(model, inputs)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        tilesmith.optimize(model, compile="between")
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        for part in (*model.model.layers, model):
-            fully_shard(part, mesh=mesh)
-        model.zero_grad()
-        loss = model(**inputs, use_cache=False).loss
-        loss.backward()
-        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-    finally:
-        torch.distributed.destroy_process_group()
+    tilesmith.optimize(model, compile="between")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    model.zero_grad()
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
     torch.testing.assert_close(loss.detach(), wanted[0])
     torch.testing.assert_close(gradients, wanted[2], rtol=1e-4, atol=1e-6)
     assert _regions(model).calls == 2 and not _regions(model).breaks

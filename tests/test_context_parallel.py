@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tilesmith.distributed.cost as cost
 import tilesmith.distributed.pieces as pieces_module
 import tilesmith.distributed.prepared as prepared
-from test_sharding import run_checks
+from ranks import gloo, run_checks
 from tilesmith import ops
 from tilesmith.bench import context_parallel_model
 from tilesmith.distributed import Layout, LocalRing, Machine, context_parallel_attention, explain_context_parallel
@@ -27,7 +26,6 @@ from tilesmith.distributed.pieces import FAR, Call, Piece, Sight, calls, pieces,
 from tilesmith.distributed.schedule import schedule, shared_heads
 
 ROOT = Path(__file__).parents[1]
-gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 
 FOUR = (
@@ -50,7 +48,7 @@ def nothing_kept():
 @gloo
 @pytest.mark.parametrize("size, only", [(2, ()), (4, FOUR)])
 def test_ranks(tmp_path, size, only):
-    told = run_checks(tmp_path, size, only, modules=("sharded_sequences", "sharded_context"))
+    told = run_checks(tmp_path, ("sharded_sequences", "sharded_context"), size, only)
     assert not any("FAILED" in one for one in told), "\n".join(told)
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import family_models
 import tilesmith
+from graph_runs import Recorder
 from optimize_models import batch, build, ops_everywhere  # noqa: F401
 from tilesmith.engine import use
 from tilesmith.engine.backends import missing
@@ -52,19 +53,8 @@ class Tape(TorchDispatchMode):
                         old.copy_(new)
 
 
-class TapeRecorder:
+class TapeRecorder(Recorder):
     """Records by a tape. A recording runs what it records, so the first replay of it does nothing."""
-
-    failing = ""
-
-    def missing(self, device):
-        return ""
-
-    def busy(self):
-        return False
-
-    def warm(self, fn):
-        return fn()
 
     def record(self, fn):
         if self.failing:
@@ -83,15 +73,6 @@ class TapeRecorder:
     def fetch(self, tensor):
         numbers = tensor.tolist()
         return lambda: numbers
-
-    def random_state(self, device):
-        return torch.get_rng_state()
-
-    def restore(self, device, state):
-        torch.set_rng_state(state)
-
-    def memory(self):
-        return 0
 
 
 @pytest.fixture(autouse=True)

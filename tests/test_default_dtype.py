@@ -6,7 +6,8 @@ import contextlib
 import pytest
 import torch
 
-from op_runs import DEVICE, NAMES, deterministic, runnable
+from devices import DEVICE
+from op_runs import NAMES, deterministic, runnable
 from tilesmith.engine import cases, ops, use
 from tilesmith.validate.cases import backends_of, outputs_and_gradients, pins_of
 

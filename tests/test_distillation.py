@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from devices import DEVICE
 from tilesmith import nn, ops, use
 from tilesmith.engine.backends import missing
 from tilesmith.ops.loss import distill_reference as reference
 
 M, K, V = 9, 12, 37
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = [b for b in ("reference", "triton") if missing(b, DEVICE, pinned=True) is None]
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from op_runs import DEVICE, ON_GPU, runnable
+from devices import DEVICE, ON_GPU
+from op_runs import runnable
 from tilesmith.device.philox import draw_seed, keep_mask, keep_scale
 from tilesmith.engine import ops
 from tilesmith.ops.attn.visibility import visibility

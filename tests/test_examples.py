@@ -6,7 +6,7 @@ import runpy
 import pytest
 import torch
 
-from ranks import ROOT, torchrun
+from ranks import ROOT, gloo, torchrun
 
 EXAMPLES = ROOT / "examples"
 ALONE = {"adaptive_precision": "saved, uniform", "sparse_attention": "the op with these lists: (1, 4, 1024, 16)"}
@@ -21,11 +21,10 @@ def test_it_runs_from_an_empty_folder(name, said, tmp_path, monkeypatch, capsys)
     assert not list(tmp_path.iterdir())
 
 
+@gloo
 @pytest.mark.parametrize("arguments", [(), ("--packed",)], ids=["one_document", "packed"])
 def test_a_long_context_on_two_ranks(arguments):
     """It compares its losses with those of one process."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this PyTorch has no gloo")
     assert torchrun("examples/long_context.py", *arguments, "--length", "301").count("on 2 ranks") == 4
 
 

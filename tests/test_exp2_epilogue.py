@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from devices import ON_GPU
 from tilesmith import ops
 from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.ops.loss.memory import linear_cross_entropy_need
 
 pytestmark = [
     pytest.mark.usefixtures("needs_triton"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the generic harness runs the kernels themselves"),
+    pytest.mark.skipif(ON_GPU, reason="the generic harness runs the kernels themselves"),
 ]
 
 

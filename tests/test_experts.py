@@ -8,7 +8,7 @@ import torch
 from torch import nn as torch_nn
 
 import tilesmith
-from op_runs import DEVICE
+from devices import DEVICE
 from optimize_models import assert_within_budget, batch, build, train
 from tilesmith import nn, ops
 from tilesmith.engine import ops as ops_of

@@ -5,13 +5,12 @@ import itertools
 import pytest
 import torch
 
+from devices import DEVICE, ON_GPU
 from tilesmith import flash_attention as fa
 from tilesmith import ops
 from tilesmith.engine.backends import missing
 from tilesmith.validate.budget import compare
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ON_GPU = DEVICE.type != "cpu"
 SIZES = [(2, 3, 3, 40, 40, 16), (1, 4, 2, 33, 70, 64), (1, 2, 1, 1, 9, 16), (1, 2, 2, 130, 70, 32)]
 DTYPES = [torch.float32, torch.float16]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from devices import DEVICE
 from tilesmith.flash_attention import flash_attn_func, flash_attn_varlen_func
 from tilesmith.ops import attention
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHARED = {
     "dropout_p": 0.0,
     "softmax_scale": None,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from op_runs import DEVICE, ON_GPU
+from devices import DEVICE, ON_GPU
 from tilesmith import ops, use
 from tilesmith.ops.quant import reference
 

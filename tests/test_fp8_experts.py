@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tilesmith
-from op_runs import DEVICE
+from devices import DEVICE
 from tilesmith import nn, ops
 from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8, revert_model_from_fp8
 from tilesmith.precision.experts import FP8Experts

@@ -16,98 +16,25 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import tilesmith
+from graph_runs import (  # noqa: F401
+    Block,
+    Operators,
+    Repeater,
+    Stack,
+    gradients_of,
+    made_stack,
+    on_a_cpu,
+    record_of,
+    step_of,
+    warmed_up,
+)  # fmt: skip
 from optimize_models import batch, build, checkpoint_layers, ops_everywhere, train  # noqa: F401
-from tilesmith.engine import torch_private
 from tilesmith.models import compiling, graphs
 from tilesmith.rewrite import forms
 
 AWAITS = "an earlier forward still awaits its backward"
-
-
-class Repeater:
-    """Records by keeping the function: a replay runs it again and writes into what its first run returned."""
-
-    failing = ""
-
-    def missing(self, device):
-        return ""
-
-    def busy(self):
-        return False
-
-    def warm(self, fn):
-        return fn()
-
-    def record(self, fn):
-        if self.failing:
-            raise RuntimeError(self.failing)
-        first = fn()
-        first = [None if t is None else t.clone() for t in first]
-
-        def replay():
-            with torch.no_grad():
-                again = fn()
-                for kept, made in zip(first, again, strict=True):
-                    if kept is not None:
-                        kept.copy_(made)
-
-        return replay, first
-
-    def random_state(self, device):
-        return torch.get_rng_state()
-
-    def restore(self, device, state):
-        torch.set_rng_state(state)
-
-    def memory(self):
-        return 3 * 2**20
-
-
-class _Tape(torch_private.DispatchMode):
-    """The operators that run while it is on, and what they returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.steps.append((func, args, kwargs or {}, out))
-        return out
-
-
-def _memory(value):
-    return {t.untyped_storage().data_ptr() for t in tree_leaves(value) if isinstance(t, torch.Tensor)}
-
-
-class Operators(Repeater):
-    """Records by keeping the operators: a replay runs them again on the memory that they had, and none of the model's
-    Python, as CUDA's replays do."""
-
-    def record(self, fn):
-        with _Tape() as tape:
-            first = fn()
-
-        def replay():
-            with torch.no_grad():
-                for func, args, kwargs, out in tape.steps:
-                    if func._schema.is_mutable:
-                        func(*args, **kwargs)
-                    elif not _memory(out) <= _memory((args, kwargs)):  # else a view, which sees what it is of
-                        for kept, made in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                            if isinstance(kept, torch.Tensor):
-                                kept.copy_(made)
-
-        return replay, first
-
-
-@pytest.fixture(autouse=True)
-def _recorder(monkeypatch):
-    monkeypatch.setattr(graphs, "RECORDER", Repeater)
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
 
 
 @pytest.fixture
@@ -116,62 +43,14 @@ def apart(monkeypatch):
     monkeypatch.setattr(graphs, "one_by_one", lambda links: "a test asks for it")
 
 
-class Block(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.norm, self.linear, self.dropout = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(dropout)
-
-    def forward(self, x, scale=None):
-        y = self.linear(self.norm(x))
-        return x + self.dropout(y if scale is None else y * scale)
-
-
-class Stack(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
-
-    def forward(self, x, scale=None):
-        for block in self.blocks:
-            x = block(x, scale)
-        return x
-
-
-def _stack(**more):
-    torch.manual_seed(0)
-    return Stack(**more)
-
-
 def _optimised_and_plain(kind):
     """Two stacks of such blocks with the same parameters, the first one optimised with graphs."""
     stacks = []
     for _ in range(2):
-        stacks.append(_stack())
+        stacks.append(made_stack())
         torch.manual_seed(0)
         stacks[-1].blocks = nn.ModuleList(kind() for _ in range(3))
     return tilesmith.optimize(stacks[0], graphs=True), stacks[1]
-
-
-def _record(model):
-    return model.tilesmith_report.notes[-1]
-
-
-def _step(model, *inputs):
-    out = model(*inputs)
-    out.square().sum().backward()
-    return out.detach().clone()
-
-
-def _gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _warmed(model, *inputs):
-    """The model after the calls that record `inputs`, without gradients."""
-    for _ in range(graphs.PLAIN_CALLS):
-        _step(model, *inputs)
-    model.zero_grad()
-    return model
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -187,8 +66,8 @@ def test_steps_of_a_model_are_those_without(cached):
         found = train(model, given, use_cache=cached)
         torch.testing.assert_close(found[0], want[0])
         torch.testing.assert_close(found[2], want[2])
-    assert _record(model).replays == 9 and _record(model).recorded == 1
-    assert dict(_record(model).plain) == {"new shape": 6}
+    assert record_of(model).replays == 9 and record_of(model).recorded == 1
+    assert dict(record_of(model).plain) == {"new shape": 6}
     text = str(model.tilesmith_report)
     assert "Recorded blocks: 9 calls replayed; pairs of graphs: 1, of up to 3 blocks" in text and "MiB held" in text
     assert "Blocks ran unrecorded 6 times: new shape ([2, 12, 64])" in text
@@ -211,110 +90,110 @@ def test_a_cache_is_filled_by_replays():
 @pytest.mark.parametrize("recorder", [Repeater, Operators])
 def test_gradients_accumulate(recorder, monkeypatch):
     monkeypatch.setattr(graphs, "RECORDER", recorder)
-    model, plain = _stack(), _stack()
+    model, plain = made_stack(), made_stack()
     tilesmith.optimize(model, graphs=True)
     inputs = [torch.randn(2, 8) for _ in range(6)]
     for x in inputs:
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-    assert _record(model).replays == 12
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+    assert record_of(model).replays == 12
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     model.zero_grad(set_to_none=False)
     plain.zero_grad(set_to_none=False)
-    _step(model, inputs[0]), _step(plain, inputs[0])
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    step_of(model, inputs[0]), step_of(plain, inputs[0])
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
 def test_other_shapes_run_as_before_and_are_told():
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
-    _warmed(model, torch.randn(2, 8))
-    replays = _record(model).replays
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
+    warmed_up(model, torch.randn(2, 8))
+    replays = record_of(model).replays
     for rows in (2, 3, 2, 5):
         x = torch.randn(rows, 8)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).replays == replays + 6
-    assert dict(_record(model).plain) == {"new shape": 12} and _record(model).shapes["new shape"] == {
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).replays == replays + 6
+    assert dict(record_of(model).plain) == {"new shape": 12} and record_of(model).shapes["new shape"] == {
         (2, 8), (3, 8), (5, 8)
     }  # fmt: skip
 
 
 def test_few_shapes_are_recorded():
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     for rows in range(1, graphs.MOST_SHAPES + 2):
-        _step(_warmed(model, torch.randn(rows, 8)), torch.randn(rows, 8))
-    assert _record(model).recorded == graphs.MOST_SHAPES
-    assert _record(model).plain[f"beyond the {graphs.MOST_SHAPES} shapes that are recorded"] == 9
+        step_of(warmed_up(model, torch.randn(rows, 8)), torch.randn(rows, 8))
+    assert record_of(model).recorded == graphs.MOST_SHAPES
+    assert record_of(model).plain[f"beyond the {graphs.MOST_SHAPES} shapes that are recorded"] == 9
 
 
 def test_a_report_has_one_line_for_many_shapes(monkeypatch):
     monkeypatch.setattr(graphs, "_REMEMBERED", 30)
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     for rows in range(2, 22):
-        _step(model, torch.randn(rows, 8))
-    told = [line for line in _record(model).told() if "unrecorded" in line]
+        step_of(model, torch.randn(rows, 8))
+    told = [line for line in record_of(model).told() if "unrecorded" in line]
     assert told == ["Blocks ran unrecorded 60 times: new shape (20 shapes: [2, 8], [3, 8], [4, 8], ...)"]
     for rows in range(22, 62):
-        _step(model, torch.randn(rows, 8))
-    (line,) = [line for line in _record(model).told() if "unrecorded" in line]
+        step_of(model, torch.randn(rows, 8))
+    (line,) = [line for line in record_of(model).told() if "unrecorded" in line]
     assert "180 times: new shape (30 or more shapes: [2, 8]" in line
-    assert all(len(met) <= 30 for met in _record(model).shapes.values())
+    assert all(len(met) <= 30 for met in record_of(model).shapes.values())
 
 
 def test_what_awaits_its_backward_is_not_overwritten():
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     first, second = torch.randn(2, 8), torch.randn(2, 8)
-    _warmed(model, first)
+    warmed_up(model, first)
     for each in (model, plain):
         (each(first) * each(second)).sum().backward()
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).plain[AWAITS] == 3
-    replays = _record(model).replays
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).plain[AWAITS] == 3
+    replays = record_of(model).replays
     kept = model(first)
-    assert _record(model).replays == replays + 3, "a backward has freed the recordings"
-    assert model(second) is not None and _record(model).plain[AWAITS] == 6
+    assert record_of(model).replays == replays + 3, "a backward has freed the recordings"
+    assert model(second) is not None and record_of(model).plain[AWAITS] == 6
     del kept
     model(second)
-    assert _record(model).replays == replays + 6, "so has an output that nobody holds any more"
+    assert record_of(model).replays == replays + 6, "so has an output that nobody holds any more"
 
 
 def test_two_shapes_whose_backwards_run_in_the_order_of_their_forwards():
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     for _ in range(5):
         short, long = torch.randn(2, 8), torch.randn(3, 8)
         for each in (model, plain):
             losses = [each(x).square().sum() for x in (short, long)]
             for loss in losses:
                 loss.backward()
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).replays == 9 and _record(model).plain[AWAITS] == 9
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).replays == 9 and record_of(model).plain[AWAITS] == 9
 
 
 @pytest.mark.parametrize("setting", ["precision", "dtype"])
 def test_settings_of_torch_are_recorded_by_themselves(setting):
     """Which cores multiply, and what new tensors are, is in a graph."""
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     x = torch.randn(2, 8)
-    _step(_warmed(model, x), x)
-    replays, before = _record(model).replays, torch.get_float32_matmul_precision()
+    step_of(warmed_up(model, x), x)
+    replays, before = record_of(model).replays, torch.get_float32_matmul_precision()
     try:
         if setting == "dtype":
             torch.set_default_dtype(torch.float64)
         else:
             torch.set_float32_matmul_precision("high")
-        _step(model, x)
-        assert _record(model).replays == replays
+        step_of(model, x)
+        assert record_of(model).replays == replays
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision(before)
-    _step(model, x)
-    assert _record(model).replays == replays + 3
+    step_of(model, x)
+    assert record_of(model).replays == replays + 3
 
 
 @pytest.mark.parametrize("how", ["data", "memory", "numpy"])
 def test_arguments_that_are_written_without_telling_autograd(how, monkeypatch):
     """As collectives and kernels of others do: what blocks are given is copied anew in each forward."""
     monkeypatch.setattr(graphs, "RECORDER", Operators)
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     scale = torch.ones(8)
     for number in range(10):
         x, new = torch.randn(2 + number % 2, 8), torch.randn(8)
@@ -324,9 +203,9 @@ def test_arguments_that_are_written_without_telling_autograd(how, monkeypatch):
             scale.data = new
         else:
             scale.numpy()[:] = new.numpy()
-        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).replays == 18
+        torch.testing.assert_close(step_of(model, x, scale), step_of(plain, x, scale))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).replays == 18
 
 
 class Shifted(Block):
@@ -341,42 +220,42 @@ def test_arguments_made_in_inference_mode():
         x = torch.randn(2, 8)
         with torch.inference_mode():
             shift = torch.randn(8)
-        torch.testing.assert_close(_step(model, x, shift), _step(plain, x, shift))
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).replays == 9
+        torch.testing.assert_close(step_of(model, x, shift), step_of(plain, x, shift))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).replays == 9
 
 
 def test_a_second_backward_of_one_forward():
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     x = torch.randn(2, 8)
-    _warmed(model, x)
+    warmed_up(model, x)
     for each in (model, plain):
         loss = each(x).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     with pytest.raises(RuntimeError, match="backward"):
         loss.backward()
 
 
 def test_a_second_backward_of_blocks_recorded_one_by_one_raises(apart):
     """The backward of a block computes where activations of later blocks lie."""
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     x = torch.randn(2, 8)
-    _warmed(model, x)
+    warmed_up(model, x)
     loss = model(x).square().sum()
     loss.backward(retain_graph=True)
-    _step(plain, x)
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    step_of(plain, x)
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     with pytest.raises(RuntimeError, match="run each backward once, before the next forward"):
         loss.backward()
     del loss
-    torch.testing.assert_close(_step(model, x), _step(plain, x))
+    torch.testing.assert_close(step_of(model, x), step_of(plain, x))
 
 
 def test_a_backward_out_of_order_raises():
-    model = tilesmith.optimize(_stack(), graphs=True)
-    _warmed(model, torch.randn(2, 8))
+    model = tilesmith.optimize(made_stack(), graphs=True)
+    warmed_up(model, torch.randn(2, 8))
     inner, outer = model.blocks[0], model.blocks[2]
     middle = inner(torch.randn(2, 8), None)
     result = outer(middle, None)
@@ -392,7 +271,7 @@ def test_results_that_are_kept_are_not_overwritten(how, together, monkeypatch):
     monkeypatch.setattr(graphs, "RECORDER", Operators)
     if not together:
         monkeypatch.setattr(graphs, "one_by_one", lambda links: "a test asks for it")
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     weight = torch.randn(8, requires_grad=True)
     keep = {
         "detached": torch.Tensor.detach,
@@ -409,25 +288,25 @@ def test_results_that_are_kept_are_not_overwritten(how, together, monkeypatch):
             held.append(keep(y))
             del y
     torch.testing.assert_close(kept[model], kept[plain])
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     if how == "saved":
         found, wanted = (torch.autograd.grad(sum(y.sum() for y in held), weight) for held in kept.values())
         torch.testing.assert_close(found, wanted)
-    assert _record(model).copied == 1 and _record(model).replays == 18
+    assert record_of(model).copied == 1 and record_of(model).replays == 18
     assert (
         "All recorded again because a caller kept results, which are copied from then on: 1 times"
-        in _record(model).told()
+        in record_of(model).told()
     )
 
 
 def test_results_that_are_let_go_are_not_copied():
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     for _ in range(6):
         y = model(torch.randn(2, 8))
         loss = y.square().sum()
         del y
         loss.backward()  # the loss is still there in the next step
-    assert _record(model).replays == 12 and not _record(model).copied
+    assert record_of(model).replays == 12 and not record_of(model).copied
 
 
 def test_an_argument_that_is_returned_and_kept():
@@ -450,9 +329,9 @@ def test_an_argument_that_is_returned_and_kept():
     kept = []
     model, given = tilesmith.optimize(Hands(), graphs=True), [torch.randn(8) for _ in range(6)]
     for scale in given:
-        _step(model, torch.randn(2, 8), scale)
+        step_of(model, torch.randn(2, 8), scale)
     torch.testing.assert_close(kept, given)
-    assert _record(model).replays == 12
+    assert record_of(model).replays == 12
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -466,7 +345,7 @@ def test_gradient_checkpointing(reentrant):
     for _ in range(4):
         found = train(model, inputs, use_cache=False)
         torch.testing.assert_close(found[2], wanted[2])
-    record = _record(model)
+    record = record_of(model)
     if reentrant:
         assert record.replays == 0 and any("use_reentrant=True" in why for why in record.plain)
     else:
@@ -488,20 +367,20 @@ def test_checkpointing_that_draws_is_refused():
 
 
 def test_dropout_draws_anew_and_recording_draws_nothing():
-    model = tilesmith.optimize(_stack(dropout=0.5), graphs=True)
+    model = tilesmith.optimize(made_stack(dropout=0.5), graphs=True)
     x = torch.randn(64, 8)
     for _ in range(graphs.PLAIN_CALLS):
-        _step(model, x)
-    assert not torch.equal(_step(model, x), _step(model, x))
-    assert _record(model).replays == 6
+        step_of(model, x)
+    assert not torch.equal(step_of(model, x), step_of(model, x))
+    assert record_of(model).replays == 6
 
 
 @pytest.mark.parametrize("change", ["data", "attribute", "child", "frozen"])
 def test_a_changed_block_is_recorded_again(change):
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     x = torch.randn(2, 8)
-    _warmed(model, x)
-    _step(model, x)
+    warmed_up(model, x)
+    step_of(model, x)
     for each in (model, plain):
         block = each.blocks[1]
         if change == "data":
@@ -515,10 +394,10 @@ def test_a_changed_block_is_recorded_again(change):
             block.linear.weight.requires_grad_(False)
         each.zero_grad()
     for _ in range(4):
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).renewed == 1 and "parameters moved or modules changed: 1" in str(model.tilesmith_report)
-    assert _record(model).recorded == 1
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).renewed == 1 and "parameters moved or modules changed: 1" in str(model.tilesmith_report)
+    assert record_of(model).recorded == 1
 
 
 def test_adapters_and_frozen_weights():
@@ -526,7 +405,7 @@ def test_adapters_and_frozen_weights():
     config = peft.LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False)
 
     def adapted():
-        model = _stack()
+        model = made_stack()
         torch.manual_seed(2)
         return peft.get_peft_model(model, config).train()
 
@@ -535,44 +414,44 @@ def test_adapters_and_frozen_weights():
     tilesmith.optimize(plain)
     for _ in range(5):
         x = torch.randn(2, 8)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model.base_model.model).replays == 9
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model.base_model.model).replays == 9
     with model.disable_adapter():
-        torch.testing.assert_close(model(x), _stack()(x))
+        torch.testing.assert_close(model(x), made_stack()(x))
 
 
 def test_autocast_is_recorded_by_itself():
-    model = tilesmith.optimize(_stack(), graphs=True, exclude="bias")  # whose sums of 16 bits round less
-    plain = tilesmith.optimize(_stack())
+    model = tilesmith.optimize(made_stack(), graphs=True, exclude="bias")  # whose sums of 16 bits round less
+    plain = tilesmith.optimize(made_stack())
     x = torch.randn(2, 8)
     for _ in range(3):
         for on in (True, False):
             with torch.autocast("cpu", torch.bfloat16, enabled=on):
-                assert torch.equal(_step(model, x), _step(plain, x))
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).recorded == 2
+                assert torch.equal(step_of(model, x), step_of(plain, x))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).recorded == 2
 
 
 def test_arguments_beside_the_hidden_states():
     """Tensors that all blocks are given are copied once, and not while a recording that reads them awaits."""
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     for _ in range(5):
         x, scale = torch.randn(2, 8), torch.randn(8)
-        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).replays == 9 and len(_record(model)._memory.slots) == 2  # x, which needs no gradient, too
+        torch.testing.assert_close(step_of(model, x, scale), step_of(plain, x, scale))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).replays == 9 and len(record_of(model)._memory.slots) == 2  # x, which needs no gradient, too
     scale.mul_(2)  # in place: the copy is old
-    torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
+    torch.testing.assert_close(step_of(model, x, scale), step_of(plain, x, scale))
 
 
 def test_arguments_that_were_one_tensor_when_they_were_recorded(apart):
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     for number in range(5):
         x = torch.randn(8)
         scale = x if number < 3 else torch.randn(8)
-        torch.testing.assert_close(_step(model, x, scale), _step(plain, x, scale))
-    assert _record(model).replays > 3, "also with two tensors"
+        torch.testing.assert_close(step_of(model, x, scale), step_of(plain, x, scale))
+    assert record_of(model).replays > 3, "also with two tensors"
 
 
 class Counting(Block):
@@ -599,16 +478,16 @@ def test_tensors_of_several_devices_are_refused():
     model = tilesmith.optimize(_counting(), graphs=True)
     with pytest.warns(UserWarning, match="Counting runs unrecorded: it is given tensors of several devices"):
         for _ in range(4):
-            _step(model, torch.randn(2, 8), torch.tensor(2.0, device="meta"))
-    assert _record(model).replays == 0
+            step_of(model, torch.randn(2, 8), torch.tensor(2.0, device="meta"))
+    assert record_of(model).replays == 0
 
 
 def test_a_block_that_changes_itself_is_refused():
     model = tilesmith.optimize(_counting(counts=True), graphs=True)
     with pytest.warns(UserWarning, match="Counting runs unrecorded: its forward changes modules or their attributes"):
         for _ in range(4):
-            _step(model, torch.randn(2, 8))
-    assert _record(model).replays == 0 and model.blocks[0].calls > 4
+            step_of(model, torch.randn(2, 8))
+    assert record_of(model).replays == 0 and model.blocks[0].calls > 4
 
 
 class Skipping(Block):
@@ -622,13 +501,13 @@ class Skipping(Block):
 def test_a_block_that_draws_on_the_host_is_refused(draw, monkeypatch):
     """What it decides by the number is not in a graph."""
     monkeypatch.setattr(Skipping, "draw", staticmethod(draw))
-    model = _stack()
+    model = made_stack()
     model.blocks = nn.ModuleList(Skipping() for _ in range(3))
     tilesmith.optimize(model, graphs=True)
     with pytest.warns(UserWarning, match="Skipping runs unrecorded: its forward draws random numbers on the host"):
         for _ in range(3):
-            _step(model, torch.randn(2, 8))
-    assert _record(model).replays == 0
+            step_of(model, torch.randn(2, 8))
+    assert record_of(model).replays == 0
 
 
 def test_a_changed_configuration_is_noticed():
@@ -637,8 +516,8 @@ def test_a_changed_configuration_is_noticed():
         if number == 4:
             model.blocks[1].config.factor = plain.blocks[1].config.factor = 3.0
         x = torch.randn(2, 8)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-    assert _record(model).renewed == 1 and _record(model).replays == 9
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+    assert record_of(model).renewed == 1 and record_of(model).replays == 9
 
 
 class Attributed(Block):
@@ -700,7 +579,7 @@ def test_attributes_of_each_kind_are_noticed(change, monkeypatch):
     monkeypatch.setattr(graphs, "RECORDER", Operators)
     pair = []
     for _ in range(2):
-        model = _stack()
+        model = made_stack()
         model.blocks = nn.ModuleList(Around() for _ in range(3))
         pair.append(model.double())
     pair[1].load_state_dict(pair[0].state_dict())
@@ -711,9 +590,9 @@ def test_attributes_of_each_kind_are_noticed(change, monkeypatch):
                 CHANGES[change](each.blocks[1].inside)
                 each.zero_grad()
         x = torch.randn(2, 8, dtype=torch.float64)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).renewed == 1 and _record(model).replays == 9
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).renewed == 1 and record_of(model).replays == 9
 
 
 class Advancing(Block):
@@ -729,9 +608,9 @@ def test_a_block_that_writes_to_what_it_is_given_is_refused():
     with pytest.warns(UserWarning, match="Advancing runs unrecorded: its forward writes to what it is given"):
         for _ in range(4):
             x = torch.randn(2, 8)
-            torch.testing.assert_close(_step(model, x, places[0]), _step(plain, x, places[1]))
+            torch.testing.assert_close(step_of(model, x, places[0]), step_of(plain, x, places[1]))
             assert torch.equal(*places)
-    assert _record(model).replays == 0
+    assert record_of(model).replays == 0
 
 
 class Stashing(Block):
@@ -744,14 +623,14 @@ class Stashing(Block):
 
 
 def test_a_block_that_leaves_a_tensor_on_itself_is_refused():
-    model = _stack()
+    model = made_stack()
     model.blocks = nn.ModuleList(Stashing() for _ in range(3))
     tilesmith.optimize(model, graphs=True)
     with pytest.warns(UserWarning, match="Stashing runs unrecorded: its forward changes modules or their attributes"):
         for _ in range(4):
-            y = _step(model, torch.randn(2, 8))
+            y = step_of(model, torch.randn(2, 8))
             torch.testing.assert_close(model.blocks[2].loss, y.square().mean())
-    assert _record(model).replays == 0
+    assert record_of(model).replays == 0
 
 
 @pytest.mark.parametrize(
@@ -766,7 +645,7 @@ def test_a_block_that_leaves_a_tensor_on_itself_is_refused():
     ],
 )
 def test_what_runs_as_before_and_is_told(how, why):
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     x = torch.randn(2, 8)
     for _ in range(3):
         if how == "no_grad":
@@ -786,7 +665,7 @@ def test_what_runs_as_before_and_is_told(how, why):
                 for block in model.blocks:
                     block.register_forward_hook(lambda *_: None)
             model.requires_grad_(how != "frozen")(x)
-    assert _record(model).replays == 0 and any(told.startswith(why) for told in _record(model).plain)
+    assert record_of(model).replays == 0 and any(told.startswith(why) for told in record_of(model).plain)
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
@@ -794,72 +673,72 @@ def test_what_runs_as_before_and_is_told(how, why):
 def test_hooks_inside_a_block_are_called_each_time(how, when, monkeypatch):
     """Though a replay runs no Python: the block runs unrecorded, those beside it do not."""
     monkeypatch.setattr(graphs, "RECORDER", Operators)
-    model, plain, seen = tilesmith.optimize(_stack(), graphs=True), _stack(), []
+    model, plain, seen = tilesmith.optimize(made_stack(), graphs=True), made_stack(), []
     if when == "behind":
-        _step(_warmed(model, torch.randn(2, 8)), torch.randn(2, 8))
-        assert _record(model).recorded == 1 and _record(model).replays == 3
+        step_of(warmed_up(model, torch.randn(2, 8)), torch.randn(2, 8))
+        assert record_of(model).recorded == 1 and record_of(model).replays == 3
     model.zero_grad()
     hook = getattr(model.blocks[1].linear, f"register_{how}_hook")(lambda *_: seen.append(1))
     for step in range(6):
         x = torch.randn(2, 8, requires_grad=True)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
         assert len(seen) == step + 1
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).recorded == 2 and _record(model).plain["linear in it has hooks"] >= 4
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).recorded == 2 and record_of(model).plain["linear in it has hooks"] >= 4
     hook.remove()
-    _step(model, x)
-    assert len(seen) == 6 and _record(model).recorded == 3
+    step_of(model, x)
+    assert len(seen) == 6 and record_of(model).recorded == 3
 
 
 @pytest.mark.parametrize("how", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
 def test_hooks_of_all_modules_are_called_each_time(how, monkeypatch):
     """Profilers register such hooks: while they are on, blocks that are recorded run as before."""
     monkeypatch.setattr(graphs, "RECORDER", Operators)
-    model, plain, seen = tilesmith.optimize(_stack(), graphs=True), _stack(), []
+    model, plain, seen = tilesmith.optimize(made_stack(), graphs=True), made_stack(), []
     x = torch.randn(2, 8, requires_grad=True)
-    _step(_warmed(model, x), x)
-    assert _record(model).replays == 3
+    step_of(warmed_up(model, x), x)
+    assert record_of(model).replays == 3
     model.zero_grad()
     register = getattr(nn.modules.module, f"register_module_{how}_hook")
     hook = register(lambda module, *_: seen.append(module))
     try:
         for step in range(2):
             x = torch.randn(2, 8, requires_grad=True)
-            y = _step(model, x)
+            y = step_of(model, x)
             assert sum(module is model.blocks[1].linear for module in seen) == step + 1
-            torch.testing.assert_close(y, _step(plain, x))
+            torch.testing.assert_close(y, step_of(plain, x))
     finally:
         hook.remove()
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).replays == 3
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).replays == 3
     assert "Blocks ran unrecorded 6 times: hooks of all modules are on" in model.tilesmith_report.full()
-    _step(model, x)
-    assert _record(model).replays == 6
+    step_of(model, x)
+    assert record_of(model).replays == 6
 
 
 def test_a_forward_put_on_a_module_inside_is_called_each_time(monkeypatch):
     monkeypatch.setattr(graphs, "RECORDER", Operators)
-    model, seen = tilesmith.optimize(_stack(), graphs=True), []
-    _step(_warmed(model, torch.randn(2, 8)), torch.randn(2, 8))
+    model, seen = tilesmith.optimize(made_stack(), graphs=True), []
+    step_of(warmed_up(model, torch.randn(2, 8)), torch.randn(2, 8))
     linear = model.blocks[1].linear
     linear.forward = lambda x: (seen.append(1), type(linear).forward(linear, x))[1]
     for step in range(5):
-        _step(model, torch.randn(2, 8))
+        step_of(model, torch.randn(2, 8))
         assert len(seen) == step + 1
 
 
 def test_a_hooked_module_that_is_removed_keeps_nothing_from_recording(monkeypatch):
     monkeypatch.setattr(graphs, "RECORDER", Operators)
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     for block in model.blocks:
         block.norm.register_forward_hook(lambda *_: None)
     x = torch.randn(2, 8)
-    _step(_warmed(model, x), x)
-    assert not _record(model).recorded and _record(model).plain["norm in it has hooks"] == 3
+    step_of(warmed_up(model, x), x)
+    assert not record_of(model).recorded and record_of(model).plain["norm in it has hooks"] == 3
     for block in model.blocks:
         block.norm = nn.LayerNorm(8)
-    _step(model, x)
-    assert _record(model).recorded == 1
+    step_of(model, x)
+    assert record_of(model).recorded == 1
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -868,7 +747,7 @@ def test_hooks_on_gradients_of_parameters_are_called_once_a_backward(together, m
     monkeypatch.setattr(graphs, "RECORDER", Operators)
     if not together:
         monkeypatch.setattr(graphs, "one_by_one", lambda links: "a test asks for it")
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     called = {model: 0, plain: 0}
     handles = []
     for each in (model, plain):
@@ -880,56 +759,56 @@ def test_hooks_on_gradients_of_parameters_are_called_once_a_backward(together, m
         handles.append(each.blocks[1].linear.weight.register_hook(doubled))
     for _ in range(5):
         x = torch.randn(2, 8)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert called == {model: 5, plain: 5} and _record(model).replays == 9
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert called == {model: 5, plain: 5} and record_of(model).replays == 9
     for handle in handles:
         handle.remove()
-    _step(model, x), _step(plain, x)
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert called == {model: 5, plain: 5} and _record(model).replays == 12
+    step_of(model, x), step_of(plain, x)
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert called == {model: 5, plain: 5} and record_of(model).replays == 12
 
 
 def test_a_recorder_that_fails_is_told_and_the_block_runs(monkeypatch):
     monkeypatch.setattr(Repeater, "failing", "operation not permitted when stream is capturing\nmore")
-    model, plain = tilesmith.optimize(_stack(), graphs=True), _stack()
+    model, plain = tilesmith.optimize(made_stack(), graphs=True), made_stack()
     x = torch.randn(2, 8)
-    _warmed(model, x)
+    warmed_up(model, x)
     with pytest.warns(UserWarning, match="Block runs unrecorded: operation not permitted when stream is capturing$"):
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _step(model, x)
-    assert _record(model).replays == 0
+        step_of(model, x)
+    assert record_of(model).replays == 0
 
 
 def test_copies_and_pickles_record_their_own_and_are_undone():
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     x = torch.randn(2, 8)
-    _warmed(model, x)
-    wanted = _step(model, x)
+    warmed_up(model, x)
+    wanted = step_of(model, x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert _record(twin).recorded == 0 and list(twin.state_dict()) == list(model.state_dict())
-        _warmed(twin, x)
-        assert torch.equal(_step(twin, x), wanted) and _record(twin).recorded == 1
+        assert record_of(twin).recorded == 0 and list(twin.state_dict()) == list(model.state_dict())
+        warmed_up(twin, x)
+        assert torch.equal(step_of(twin, x), wanted) and record_of(twin).recorded == 1
         tilesmith.undo(twin)
         assert not any(forms(m) or "_tilesmith_graphs" in m.__dict__ for m in twin.modules())
-        torch.testing.assert_close(_step(twin, x), wanted)
-    assert _record(model).recorded == 1
+        torch.testing.assert_close(step_of(twin, x), wanted)
+    assert record_of(model).recorded == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_are_recorded(backend, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", backend)
-    model, plain = tilesmith.optimize(_stack(), compile="between", graphs=True), tilesmith.optimize(_stack())
+    model, plain = tilesmith.optimize(made_stack(), compile="between", graphs=True), tilesmith.optimize(made_stack())
     for _ in range(4):
         x = torch.randn(2, 8, requires_grad=True)
-        torch.testing.assert_close(_step(model, x), _step(plain, x))
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
+        torch.testing.assert_close(step_of(model, x), step_of(plain, x))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     assert [[type(form).__name__ for form in forms(block)][:2] for block in model.blocks] == [
         ["GraphedForm", "CompiledForm"]
     ] * 3
-    assert _record(model).replays == 6 and model.tilesmith_report.notes[0].graphs == 1
+    assert record_of(model).replays == 6 and model.tilesmith_report.notes[0].graphs == 1
     tilesmith.optimize(model)
     assert [type(note).__name__ for note in model.tilesmith_report.notes] == ["Regions", "Decoding", "Graphs"]
     tilesmith.undo(model)
@@ -938,16 +817,16 @@ def test_compiled_blocks_are_recorded(backend, monkeypatch):
 
 def test_a_machine_without_cuda_says_so(monkeypatch):
     monkeypatch.undo()
-    model = tilesmith.optimize(_stack(), graphs=True)
+    model = tilesmith.optimize(made_stack(), graphs=True)
     for _ in range(3):
-        _step(model, torch.randn(2, 8))
-    assert dict(_record(model).plain) == {"on cpu there are no CUDA graphs": 9}
+        step_of(model, torch.randn(2, 8))
+    assert dict(record_of(model).plain) == {"on cpu there are no CUDA graphs": 9}
     assert "Blocks ran unrecorded 9 times: on cpu there are no CUDA graphs" in str(model.tilesmith_report)
 
 
 def test_bad_input():
     with pytest.raises(TypeError, match="optimize: graphs must be True, False or .auto., got 1"):
-        tilesmith.optimize(_stack(), graphs=1)
+        tilesmith.optimize(made_stack(), graphs=1)
     with pytest.raises(ValueError, match="no two modules of one class.*make_graphed_callables"):
         tilesmith.optimize(nn.Sequential(nn.Linear(2, 2)), graphs=True)
 
@@ -1024,7 +903,7 @@ def test_blocks_without_a_gradient_are_recorded_once_they_have_one():
                     found.square().sum().backward(), wanted.square().sum().backward()
                     for p, q in zip(model.parameters(), plain.parameters()):
                         torch.testing.assert_close(p.grad, q.grad)
-            record = _record(model)
+            record = record_of(model)
             assert not record.refused and (merged or record.replays > replays)
             replays = record.replays
     assert record.plain["nothing that it returns has a gradient"] > 0

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from devices import DEVICE
 from tilesmith import ops, use
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDES = [-1e4, -1e9, torch.finfo(torch.float32).min]
 
 

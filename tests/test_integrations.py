@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from optimize_models import Calls, batch, build, train
-from ranks import ROOT, torchrun
+from ranks import ROOT, gloo, torchrun
 from tilesmith.engine import use
 from tilesmith.models import optimize
 from tilesmith.rewrite import forms
@@ -34,10 +34,9 @@ def test_example(name, monkeypatch, capsys):
     assert "replaced" in capsys.readouterr().out
 
 
+@gloo
 def test_example_on_two_ranks():
     """FSDP2 before and after `optimize`, tensor parallelism before and after it; each equals one process."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this PyTorch has no gloo")
     assert torchrun("examples/sharded.py").count("modules replaced") == 4
 
 

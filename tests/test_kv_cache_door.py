@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from devices import DEVICE
 from tilesmith.flash_attention import flash_attn_with_kvcache
 from tilesmith.ops import Mask, Score, attention
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _randn(*shape):

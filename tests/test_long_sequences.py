@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilesmith
+from devices import ON_GPU
 from optimize_models import assert_within_budget, build, checkpoint_layers, ops_everywhere, train  # noqa: F401
 from tilesmith import MemoryConfig, fit_sequence, ops
 from tilesmith.models import optimize, undo
@@ -24,7 +25,6 @@ from tilesmith.rewrite import forms
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 TOKENS, ROWS = 24, 2
-ON_GPU = torch.cuda.is_available()
 WHOLE = 10**6  # a tile that holds everything
 
 

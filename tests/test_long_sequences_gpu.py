@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from devices import ON_GPU
 from tilesmith import fit_sequence, optimize
 from tilesmith.engine.timing import peak_memory
 
 
 @pytest.mark.large
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="peaks are measured on a GPU")
+@pytest.mark.skipif(not ON_GPU, reason="peaks are measured on a GPU")
 @pytest.mark.parametrize("keep", ["device", "host", "e4m3"])
 def test_the_predicted_peak_is_what_the_allocator_sees(keep):
     transformers = pytest.importorskip("transformers")

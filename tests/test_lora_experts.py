@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilesmith
-from op_runs import DEVICE
+from devices import DEVICE
 from optimize_models import assert_within_budget, batch, build, train
 from tilesmith import ops
 from tilesmith.engine import ops as ops_of

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from devices import DEVICE
 from tilesmith import nn, ops, use
 from tilesmith.engine.backends import missing
 from tilesmith.ops.loss import pitch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = [b for b in ("reference", "chunked", "triton") if missing(b, DEVICE, pinned=True) is None]
 LINEAR = [b for b in ("chunked", "triton", "hopper") if missing(b, DEVICE, pinned=True) is None]
 

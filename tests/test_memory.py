@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import tilesmith
+from devices import DEVICE, ON_GPU
 from tilesmith import MemoryConfig, ops
 from tilesmith.engine.memory import GB, Bounds, Need, active, rows_in_budget, workspaces
 from tilesmith.engine.timing import peak_memory
 from tilesmith.ops.loss.memory import described_mode
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ON_GPU = DEVICE.type != "cpu"
 OPEN = Bounds(0, 10**18, 10**18, "max_memory_gb")
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from op_runs import DEVICE, ON_GPU, runnable
+from devices import DEVICE, ON_GPU
+from op_runs import runnable
 from tilesmith import ops, use
 from tilesmith.engine import ops as declared
 from tilesmith.ops import Mask, attention, merge_attention

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_runs import DEVICE, DIFFERENTIABLE, NAMES, arguments_of, cotangents_of, kernels_of
+from devices import DEVICE
+from op_runs import DIFFERENTIABLE, NAMES, arguments_of, cotangents_of, kernels_of
 from tilesmith.engine import Op, T, cases, ops, use
 from tilesmith.validate.cases import each_output, outputs_and_gradients, pins_of
 

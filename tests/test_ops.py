@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import tilesmith.ops
+from devices import DEVICE, ON_GPU
 from op_runs import (
-    DEVICE,
     DIFFERENTIABLE,
     NAMES,
-    ON_GPU,
     arguments_of,
     backward_call_of,
     cotangents_of,

@@ -372,27 +372,23 @@ def test_peft(family, order):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_fully_shard(alone, tmp_path):
+def test_fully_shard(alone, one_rank):
     from torch.distributed.fsdp import fully_shard
 
     model, inputs = build("llama"), batch("llama")
     original = train(model, inputs)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        optimize(model)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        for part in (*model.model.layers, *([model.lm_head] if alone else []), model):
-            fully_shard(part, mesh=mesh)
-        model.zero_grad()
-        out = model(**inputs)
-        assert isinstance(out.logits, torch.Tensor if alone else LazyLogits)
-        out.loss.backward()
-        if not alone:
-            with pytest.raises(RuntimeError, match=r"with FSDP before backward\(\)"):
-                out.logits.argmax(-1)
-        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-    finally:
-        torch.distributed.destroy_process_group()
+    optimize(model)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for part in (*model.model.layers, *([model.lm_head] if alone else []), model):
+        fully_shard(part, mesh=mesh)
+    model.zero_grad()
+    out = model(**inputs)
+    assert isinstance(out.logits, torch.Tensor if alone else LazyLogits)
+    out.loss.backward()
+    if not alone:
+        with pytest.raises(RuntimeError, match=r"with FSDP before backward\(\)"):
+            out.logits.argmax(-1)
+    gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
     torch.testing.assert_close(out.loss.detach(), original[0])
     torch.testing.assert_close(gradients, original[2], rtol=1e-4, atol=1e-6)
 

@@ -5,9 +5,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from devices import DEVICE
 from tilesmith import ops
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS, HIDDEN, CLASSES = 8, 16, 24
 FACTOR = 0.75  # of the loss in each backward, so that a gradient scaled twice shows
 

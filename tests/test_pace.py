@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilesmith
+from graph_runs import Repeater, gradients_of
 from optimize_models import batch, build, ops_everywhere, train  # noqa: F401
-from test_graphs import Repeater
 from tilesmith.engine.model_state import state_preserved
 from tilesmith.models import compiling, graphs, pace
 from tilesmith.rewrite import CALLS
@@ -343,10 +343,6 @@ def test_other_devices_and_compiled_models_cost_nothing(monkeypatch):
     assert _pace(compiled).seen == 0 and compiled.tilesmith_report.calls() == {"layer_norm": 0}
 
 
-def _gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def test_auto_records_from_the_step_at_which_the_device_was_seen_to_wait(device, caplog):
     model, plain = _stack(device, SLOW_HOST, graphs="auto"), Stack(Device(), SLOW_HOST)
     plain.load_state_dict(model.state_dict())
@@ -356,7 +352,7 @@ def test_auto_records_from_the_step_at_which_the_device_was_seen_to_wait(device,
         for each in (model, plain):
             each.zero_grad()
             _steps(each, 1)
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
         assert bool(record.replays) == (step >= ALL + graphs.PLAIN_CALLS)
         assert record.plain["new shape"] == 6 * min(max(0, step + 1 - ALL), graphs.PLAIN_CALLS)
     assert record.recorded == 1 and record.replays == 18

@@ -5,13 +5,12 @@ import types
 import pytest
 import torch
 
+from devices import DEVICE, ON_GPU
 from tilesmith import explain, ops, use
 from tilesmith.engine.backends import interpreting, missing
 from tilesmith.ops.attn import op as attn
 from tilesmith.validate import budget
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DIMS = [(8, 8), (12, 20), (26, 26), (33, 40), (40, 33), (100, 100)]
 
 

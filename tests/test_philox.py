@@ -4,6 +4,7 @@ when an op draws a seed."""
 import pytest
 import torch
 
+from devices import DEVICE, ON_GPU
 from tilesmith import ops
 from tilesmith.device import philox
 from tilesmith.engine import ops as declared
@@ -90,7 +91,7 @@ def test_draw_seed_follows_the_generator():
 
 
 @pytest.mark.usefixtures("needs_triton")
-@pytest.mark.skipif(not (torch.cuda.is_available() or interpreting()), reason="needs a GPU or TRITON_INTERPRET=1")
+@pytest.mark.skipif(not (interpreting() or ON_GPU), reason="needs a GPU or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("lanes", [1, 4, 8])
 @pytest.mark.parametrize(("start", "short"), [(0, True), (8, True), (12, True), (3, True), (2**35 - 64, True),
                                               (2**35 - 32, False), (2**60 + 5, False)])  # fmt: skip
@@ -109,11 +110,10 @@ def test_triton_draws_the_same_bits(start, short, lanes):
         tl.store(out_ptr + 32 * row + tl.arange(0, 32)[None, :], (bits >> 16).to(tl.int64))
 
     start -= start % lanes
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    out = torch.empty(64, dtype=torch.int64, device=device)
-    kernel[(1,)](SEED.to(device), out, start, philox_triton.load_key, philox_triton.random_bits, lanes, short)
-    every = torch.arange(64, dtype=torch.int64, device=device)
-    assert torch.equal(out, philox.random_bits(SEED.to(device), start + every))
+    out = torch.empty(64, dtype=torch.int64, device=DEVICE)
+    kernel[(1,)](SEED.to(DEVICE), out, start, philox_triton.load_key, philox_triton.random_bits, lanes, short)
+    every = torch.arange(64, dtype=torch.int64, device=DEVICE)
+    assert torch.equal(out, philox.random_bits(SEED.to(DEVICE), start + every))
 
 
 @pytest.mark.parametrize("first", [0, 5, 2**30 + 3, 2**32 - 40])

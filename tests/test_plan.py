@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tilesmith
+from devices import DEVICE
 from plan_calls import (
     GOLDEN,
     SM90,
@@ -365,10 +366,9 @@ def test_parts_of_groups_are_added(parts, begin, dims, needs_triton):
     from tilesmith.ops.attn.hopper.group_sum import attention_group_sum_kernel
 
     batch, kv_heads, keys = 2, 3, 37
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    made = [torch.randn(batch, kv_heads, parts, keys, dim, device=device).bfloat16() for dim in dims]
+    made = [torch.randn(batch, kv_heads, parts, keys, dim, device=DEVICE).bfloat16() for dim in dims]
     # gradients have the strides of keys and values, here [batch, keys, heads, dim]
-    outs = [torch.zeros(batch, keys, kv_heads, dim, device=device).bfloat16().transpose(1, 2) for dim in dims]
+    outs = [torch.zeros(batch, keys, kv_heads, dim, device=DEVICE).bfloat16().transpose(1, 2) for dim in dims]
     launch(
         attention_group_sum_kernel, (cdiv(keys - begin, 16), batch * kv_heads, 2),
         *made, *outs, *(out.stride() for out in outs), begin, keys, kv_heads,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilesmith
-from op_runs import DEVICE
+from devices import DEVICE
 from tilesmith import nn as tnn
 from tilesmith import ops
 from tilesmith.ops.quant import aten

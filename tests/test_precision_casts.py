@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from op_runs import DEVICE
+from devices import DEVICE
 from tilesmith import nn as tnn
 from tilesmith.precision import FP8Config, FP8LinearLayer, convert_model_to_fp8, refresh_fp8
 from tilesmith.precision.experts import FP8Experts
@@ -308,13 +307,6 @@ def test_weights_made_in_inference_mode_have_no_version_and_are_cast_at_each_use
         casts.clear()
         assert torch.equal(model(_x()), expected)
     assert casts == EACH
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo gathers on a CPU")

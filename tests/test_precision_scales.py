@@ -5,10 +5,9 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from op_runs import DEVICE
+from devices import DEVICE
 from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8, revert_model_from_fp8
 from tilesmith.precision.scaling import Scaling, roll
 
@@ -223,13 +222,6 @@ def test_an_evaluation_between_two_steps_leaves_training_as_it_was(recipe, value
     (plain, weights), (told, after) = trained(False), trained(True)
     assert told == plain
     assert all(torch.equal(weights[name], after[name]) for name in weights)
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="gloo broadcasts on a CPU")

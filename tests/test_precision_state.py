@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from op_runs import DEVICE
+from devices import DEVICE
 from tilesmith import nn as tnn
 from tilesmith.precision import FP8Config, FP8TrainingEngine, convert_model_to_fp8
 from tilesmith.precision.config import RECIPES

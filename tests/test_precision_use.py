@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import remove_parametrizations
 
-from op_runs import DEVICE
+from devices import DEVICE
 from tilesmith import nn as tnn
 from tilesmith.precision import (
     FP8Config,

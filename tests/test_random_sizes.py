@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from devices import ON_GPU
 from tilesmith.engine import T, ops
 from tilesmith.engine.backends import interpreting, missing
 from tilesmith.validate.cases import check_each
 from tilesmith.validate.sampled import check_kind, kinds
 
-ON_GPU = torch.cuda.is_available()
 COUNT = 2000
 KINDS = [(op, kind) for op in sorted(ops()) for kind in kinds(op)]
 # of small head dims, and without large blocks: the interpreter is slow

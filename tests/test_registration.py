@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import tilesmith
+from devices import DEVICE
 from optimize_models import assert_within_budget, batch, build, checkpoint_layers, ops_everywhere, train  # noqa: F401
 from tilesmith.engine import use
 from tilesmith.models import sequence
@@ -23,7 +24,6 @@ from tilesmith.validate.budget import compare
 
 transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 FAMILIES = ("llama", "gpt2", "gemma2", "bert")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from devices import HOPPER, ON_GPU
 from tilesmith import explain, ops, use
 from tilesmith.engine import ops as declared
 from tilesmith.engine import replay, torch_private
@@ -322,12 +323,10 @@ def test_explain_tells_whether_a_call_that_was_made_before_is_replayed(as_if_on_
     assert "replayed" not in explain("rms_norm", torch.ones(4, 3)).note
 
 
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_calls_of_a_compiled_graph_are_replayed():
     """There torch hands reshapes over whole, which eager calls show as views."""
     x = torch.randn(3, 8192, 256, device="cuda", requires_grad=True)

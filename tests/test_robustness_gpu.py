@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from devices import ON_GPU
 from op_runs import NAMES
 from tilesmith import ops
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: streams, its memory, its compiler")
+pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: streams, its memory, its compiler")
 
 
 def _inputs(name: str) -> list[tuple]:

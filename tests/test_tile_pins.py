@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from devices import DEVICE
 from tilesmith import ops, use
 from tilesmith.engine import ops as ops_by_name
 from tilesmith.engine.backends import interpreting
 from tilesmith.hardware.detect import arch_named
 from tilesmith.ops.attn.op import attention_op, attention_vjp
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.usefixtures("needs_triton")
 SERVED = DEVICE.type != "cpu" or interpreting()
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import tilesmith
+from graph_runs import Operators, Repeater, gradients_of, on_a_cpu, record_of  # noqa: F401
 from optimize_models import batch, build, checkpoint_layers, ops_everywhere  # noqa: F401
-from test_graphs import Operators, Repeater, _recorder  # noqa: F401
 from tilesmith.models import graphs, whole_forward
 from tilesmith.models.attention import mask_values, masks
 from tilesmith.models.attention.masks import KeyMask, unpacked_positions
@@ -54,10 +54,6 @@ def _step(model, given):
     return out
 
 
-def _gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def _compared(model, plain, steps=4, start=0, **more):
     """Steps of both, whose losses, logits and gradients are the same; the record of what was recorded."""
     for number in range(start, start + steps):
@@ -65,12 +61,8 @@ def _compared(model, plain, steps=4, start=0, **more):
         found, wanted = _step(model, given), _step(plain, given)
         torch.testing.assert_close(found.loss, wanted.loss)
         torch.testing.assert_close(found.logits.tensor(), wanted.logits.tensor())
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    return _record(model)
-
-
-def _record(model):
-    return model.tilesmith_report.notes[-1]
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    return record_of(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
@@ -111,7 +103,7 @@ def test_a_tuple_is_returned_as_one():
         torch.testing.assert_close(found[0], wanted[0])
         torch.testing.assert_close(found[1].tensor(), wanted[1].tensor())
         found[0].backward()
-    assert _record(model).wholes == 2
+    assert record_of(model).wholes == 2
 
 
 def test_logits_have_a_gradient_too():
@@ -120,8 +112,8 @@ def test_logits_have_a_gradient_too():
         for each in (model, plain):
             out = each(**_given(number))
             (out.loss + out.logits.tensor().square().mean()).backward()
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).wholes == 3
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).wholes == 3
 
 
 def test_a_second_backward_and_a_second_forward():
@@ -132,8 +124,8 @@ def test_a_second_backward_and_a_second_forward():
         loss.backward(retain_graph=True)
         loss.backward()
         (each(**_given(2)).loss + each(**_given(3)).loss).backward()
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    record = _record(model)
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    record = record_of(model)
     assert record.wholes == 3 and record.recorded == 1, "a forward that awaits its backward has not been overwritten"
     assert record.plain["an earlier forward still awaits its backward"] == LAYERS
 
@@ -147,7 +139,7 @@ def test_an_optimizer_changes_the_weights_in_place():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert _record(model).wholes == 3 and not _record(model).renewed
+    assert record_of(model).wholes == 3 and not record_of(model).renewed
 
 
 def test_adapters(monkeypatch):
@@ -169,7 +161,7 @@ def test_adapters(monkeypatch):
         for module in each.modules():
             if hasattr(module, "set_scale"):
                 module.set_scale("default", 3.0)
-    assert _compared(model, plain, 4).renewed == 1 and _record(model).wholes == 4
+    assert _compared(model, plain, 4).renewed == 1 and record_of(model).wholes == 4
     with model.disable_adapter(), plain.disable_adapter():
         torch.testing.assert_close(model(**_given()).loss, plain(**_given()).loss)
 
@@ -183,7 +175,7 @@ def test_dropout_draws_anew():
         _step(model, _given())
     if graphs.RECORDER is Repeater:  # the other repeats the numbers that it drew
         assert _step(model, _given()).loss != _step(model, _given()).loss
-        assert _record(model).wholes == 2
+        assert record_of(model).wholes == 2
 
 
 def _tripled(logits, labels, vocab_size, **kwargs):
@@ -263,7 +255,7 @@ def test_calls_are_replayed_that_do_not_ask_for_hidden_states_and_attentions(tra
         torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
         torch.testing.assert_close(found.attentions, wanted.attentions)
         torch.testing.assert_close(found.loss, wanted.loss)
-        torch.testing.assert_close(_gradients(model), _gradients(plain))
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     asked = record.replays
     _compared(model, plain, 6, start=2)
     assert record.replays >= asked + 3 * LAYERS and before > 0
@@ -347,8 +339,8 @@ def test_padding_of_each_kind_is_recorded_by_itself():
             given["labels"][:, 0:3] = -100
             found, wanted = _step(model, given), _step(plain, given)
             torch.testing.assert_close(found.loss, wanted.loss)
-            torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).wholes == 6 and _record(model).recorded == 3 and not _record(model).beside
+            torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).wholes == 6 and record_of(model).recorded == 3 and not record_of(model).beside
 
 
 def test_packed_positions_are_told_from_others():
@@ -358,8 +350,8 @@ def test_packed_positions_are_told_from_others():
         for positions in (torch.arange(12)[None], packed.roll(number % 2, 0)):
             given = {**_given(number), "position_ids": positions}
             torch.testing.assert_close(_step(model, given).loss, _step(plain, given).loss)
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).wholes == 4 and _record(model).recorded == 2 and not _record(model).beside
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).wholes == 4 and record_of(model).recorded == 2 and not record_of(model).beside
 
 
 def test_what_is_not_known_of_masks_and_positions():
@@ -407,8 +399,8 @@ def test_calls_without_labels_or_gradients_run_as_before():
         torch.testing.assert_close(model(**_given(5)).loss, plain(**_given(5)).loss)
     for each in (model.eval(), plain.eval()):
         each(**_given(5)).loss.backward()
-    torch.testing.assert_close(_gradients(model), _gradients(plain))
-    assert _record(model).wholes == 1
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    assert record_of(model).wholes == 1
     model.train(), plain.train()
     assert _compared(model, plain, 1).wholes == 2
 
@@ -437,7 +429,7 @@ def test_further_shapes_run_as_before():
         for number in range(3):
             given = _given(number, length)
             torch.testing.assert_close(_step(model, given).loss, _step(plain, given).loss)
-    assert _record(model).wholes == _record(model).recorded == graphs.MOST_SHAPES
+    assert record_of(model).wholes == record_of(model).recorded == graphs.MOST_SHAPES
 
 
 def test_copies_and_pickles_record_their_own_and_are_undone():
@@ -446,7 +438,7 @@ def test_copies_and_pickles_record_their_own_and_are_undone():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin.zero_grad()
         plain.zero_grad()
-        assert _record(twin).recorded == 0
+        assert record_of(twin).recorded == 0
         assert _compared(twin, plain, 3).recorded == 1
         tilesmith.undo(twin)
         assert not any(forms(m) or whole_forward.GRAPHS in m.__dict__ for m in twin.modules())

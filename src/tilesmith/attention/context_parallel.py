@@ -23,11 +23,11 @@ class ContextParallelAttention(nn.Module):
 
     d_model features in num_heads heads. device_mesh: a list of devices of this process, or a DeviceMesh of
     torch.distributed. None: the ranks of the default process group, if it has that many; one device of this process, if
-    context_parallel_size is 1; else, without other ranks, that many GPUs of this process if there are enough, or shards
-    on one device, which computes the same one after another. mode: as of `context_parallel_attention`; "hybrid"
-    needs a DeviceMesh of two dims. causal: no key after a query is seen. Without a process group `forward` takes and
-    returns whole sequences; with one, this rank's tokens (`shard`). Raises ValueError if num_heads does not divide
-    d_model, or if there are not context_parallel_size devices or ranks.
+    context_parallel_size is 1; else, without other ranks, that many GPUs of this process if there are enough, or else
+    that many shards on one device, which computes them one after another. mode: as of `context_parallel_attention`;
+    "hybrid" needs a DeviceMesh of two dims. causal: no key after a query is seen. Without a process group `forward`
+    takes and returns whole sequences; with one, this rank's tokens (`shard`). Raises ValueError if num_heads does not
+    divide d_model, or if there are not context_parallel_size devices or ranks.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from tilesmith.ops.attn.mask import Blocks
 class SparsePattern(Enum):
     """Which blocks of keys a block of queries keeps, in addition to its own (the one on the diagonal).
 
-    RANDOM: drawn once, other ones for each kv head, one from each of as many equal stretches.
+    RANDOM: drawn once, separately for each kv head, one from each of as many equal stretches.
     BLOCK_SPARSE: runs of four neighbouring blocks at equal distances; its own run holds the diagonal.
     STRIDED: half of them around the diagonal, the others at equal distances (Child et al., arXiv:1904.10509).
     LOCAL_GLOBAL: the first quarter of them at the beginning of the sequence, the others around the diagonal
@@ -66,7 +66,7 @@ def pattern_blocks(
 ) -> Blocks:
     """Block lists of one of the patterns in closed form, and their transpose, for blocks of `block_size` tokens.
 
-    Of the blocks that the queries see, floor((1 - sparsity_ratio) * their number) are kept, but one a row at least. The
+    Of the blocks that the queries see, floor((1 - sparsity_ratio) * their number) are kept, but at least one a row. The
     lists are made on `device`, without waiting for it, and kept for the next call. heads: kv heads, for each of which
     RANDOM draws other blocks from `seed`; the others have one list for all. causal: positions are aligned at the last
     token. Which columns a row takes: `ops.block_pattern`.

@@ -30,20 +30,20 @@ class DynamicSparseAttention(FlashAttention3):
         on average, so that short sequences are sparse, too. Hopper's kernels serve 128.
     top_blocks: blocks that every row of DYNAMIC_THRESHOLD and LEARNED keeps, however long the sequence is, in place of
         the budget that sparsity_ratio gives; blocks have 128 tokens then, unless block_size says otherwise.
-    first, last: blocks at the beginning of the sequence, and blocks up to and with a row's own one, that
+    first, last: how many blocks at the beginning of the sequence, and up to and including a row's own,
         DYNAMIC_THRESHOLD and LEARNED keep whatever their scores are, within the budget.
-    mass: beside these DYNAMIC_THRESHOLD keeps no more blocks of a row than hold this share of its estimated attention;
-        1: as many as the budget allows.
+    mass: beyond these, DYNAMIC_THRESHOLD adds no more blocks to a row once they hold this share of its estimated
+        attention; 1: as many as the budget allows.
     seed: of RANDOM. index_dim: of LEARNED's indexer, the head dim if None. An argument that the pattern does not use is
         refused unless it has its default.
-    index_samples: of a block, how many queries, evenly spaced, measure the attention that is the indexer's target: a
-        power of two. Blocks of no more tokens have all of theirs measured; 128: those of any size.
+    index_samples: how many queries of a block, evenly spaced, measure the attention that is the indexer's target: a
+        power of two. Blocks of no more tokens are measured whole, with 128 all blocks.
     index_target, index_loss_weight: the loss that trains LEARNED's indexer, and nothing else: KL from the shares of the
         attention to the indexer's softmax over blocks, over the kept blocks ("selected") or over all ("dense", two
-        passes over the dense scores: for the beginning of a training). It is computed in training while gradients are,
-        `index_loss` holds the last one (None under torch.func), and its gradient, times the weight, is added in the
-        backward of any loss that uses the output: the training loop needs no extra line for the indexer. With weights
-        that were trained dense, call `indexer.start_from(layer)` after loading them: it then starts from the
+        passes over the dense scores: for the beginning of a training). It is computed in training while gradients are
+        recorded, `index_loss` holds the last one (None under torch.func), and its gradient, times the weight, is added
+        in the backward of any loss that uses the output: the training loop needs no extra line for the indexer. With
+        weights that were trained dense, call `indexer.start_from(layer)` after loading them: it then starts from the
         attention's own projections.
     options: the keyword arguments of `FlashAttention3`, without its window.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.model_state import state_preserved
 from tilesmith.engine.timing import EVENTS, launches, peak_memory
 from tilesmith.nn.multihead import self_attention
@@ -60,7 +61,7 @@ def benchmark_attention_performance(
         "tokens_per_second": tokens / found["p50_latency"] * 1e3 if found["p50_latency"] else 0.0,
         "num_trials": num_trials,
         "device": str(device),
-        "dtype": str(first.dtype).removeprefix("torch."),
+        "dtype": dtype_name(first.dtype),
         "backward": backward,
     }
 

@@ -32,6 +32,7 @@ from tilesmith.bench.selection import check_parts
 from tilesmith.distributed import ProcessGroupRing, context_parallel_attention
 from tilesmith.distributed.layout import boundaries
 from tilesmith.engine import use
+from tilesmith.engine.arguments import dtype_name
 
 SUBJECT = "context-parallel"
 HEAD_START = 10.0  # microseconds, of NCCL's transfers
@@ -63,7 +64,7 @@ def run(
     providers = [EQUAL, WHOLE, *(name for problem in planned for name in _providers(problem))]
     check_parts(f"{SUBJECT} has no provider", only, providers)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    named = {"dtype": str(dtype).removeprefix("torch."), "rounds": rounds, "gpus": size}
+    named = {"dtype": dtype_name(dtype), "rounds": rounds, "gpus": size}
     subject = SUBJECT if size == 2 else f"{SUBJECT}-{size}"
     found = document(subject, device, command, [], **named)
     began = time.monotonic()

@@ -12,6 +12,7 @@ from tilesmith.bench.peers import OURS, providers
 from tilesmith.bench.run import Call, compared, differentiable, reason
 from tilesmith.bench.sweep_inputs import INPUTS, Held
 from tilesmith.engine import Case
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.timing import host_time, launches
 
 # The ops of a layer and of a loss, and the axis of the sweep that makes their inputs.
@@ -50,7 +51,7 @@ def run(
     if unknown:
         raise ValueError(f"host time is measured of {', '.join(OPS)}; got {', '.join(unknown)}")
     rounds *= TIMES
-    found = document("host", device, command, [], dtype=str(dtype).removeprefix("torch."), rounds=rounds)
+    found = document("host", device, command, [], dtype=dtype_name(dtype), rounds=rounds)
     for op in named or OPS:
         progress(op)
         found["rows"] += _op_rows(op, device, dtype, only, rounds)

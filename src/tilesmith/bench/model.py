@@ -9,7 +9,6 @@ import importlib.util
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
@@ -19,7 +18,8 @@ import torch
 
 from tilesmith.bench.document import document
 from tilesmith.bench.run import reason
-from tilesmith.engine.timing import Timing, interleave, launches, peak_memory
+from tilesmith.engine.arguments import dtype_name
+from tilesmith.engine.timing import Timing, interleave, launches, peak_memory, wall_time
 
 LLAMA = "transformers.models.llama.modeling_llama"
 FEWEST = 3  # rounds: of two, one that something else slowed moves the median
@@ -92,7 +92,7 @@ def run(
     def described(timings: Mapping[str, Timing]) -> dict[str, Any]:
         rows = [_row(head, name, timings, memory[name], kernels[name]) for name in timings]
         done = next((len(timing.rounds) for timing in timings.values()), rounds)
-        named = {"dtype": str(dtype).removeprefix("torch."), "rounds": done}
+        named = {"dtype": dtype_name(dtype), "rounds": done}
         return document("model", device, command, failed + rows, **named)
 
     def after(timings: Mapping[str, Timing]) -> None:
@@ -202,18 +202,10 @@ def _step(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
 
 def _timed(step: Callable[[], None], device: torch.device, times: int = 3) -> float:
     """µs of one step. A step before the clock starts fills the allocator's pools, which are emptied afterwards."""
-    module = torch.get_device_module(device) if device.type != "cpu" else None
     step()
-    if module is not None:
-        module.synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
-        step()
-    if module is not None:
-        module.synchronize()
-    spent = time.perf_counter() - start
+    spent = wall_time(step, device, times)
     _free(device)
-    return spent / times * 1e6
+    return spent
 
 
 def _free(device: torch.device) -> None:

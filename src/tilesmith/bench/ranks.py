@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from tilesmith.bench.run import reason
 from tilesmith.engine.threads import settle
+from tilesmith.engine.timing import synchronize, wall_time
 
 ALONE = "one GPU"  # begins the names of steps that no provider takes
 KEEP = 1.15  # a provider this much slower than the best is timed twice, not five times
@@ -51,12 +51,6 @@ def process_group() -> Iterator[int]:
 def current_device() -> torch.device:
     """This rank's."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def slowest(seconds: float, device: torch.device) -> float:
@@ -107,11 +101,7 @@ def seconds(step: Step, device: torch.device) -> float:
 def _timed(step: Step, device: torch.device, times: int) -> float:
     synchronize(device)
     dist.barrier()
-    began = time.perf_counter()
-    for _ in range(times):
-        step.run()
-    synchronize(device)
-    return slowest((time.perf_counter() - began) / times, device)
+    return slowest(wall_time(step.run, device, times) / 1e6, device)
 
 
 def rounds(steps: dict[str, Step], device: torch.device, count: int) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ from tilesmith.bench.peers import FLOORS, OURS, Adapter, names, providers
 from tilesmith.bench.selection import check_named, refuse_unknown
 from tilesmith.bench.vulkan import ThroughVulkan
 from tilesmith.engine import Case, Op, cases, ops
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.registry import family_of
 from tilesmith.engine.timing import Timing, measure, peak_memory
 
@@ -116,8 +117,10 @@ def run(
     wanted = [c for c in cases(name) if (c.name in named if named else tag in c.tags) and dtype in c.dtypes]
     if not wanted:
         tags = sorted({tag for c in cases(name) if dtype in c.dtypes for tag in c.tags})
-        raise ValueError(f"no {_name(dtype)} case of {name} is tagged {tag}; their tags are: {', '.join(tags)}")
-    found = document(name, device, command, [], dtype=_name(dtype), rounds=rounds, ceilings=asdict(ceilings(device)))
+        raise ValueError(f"no {dtype_name(dtype)} case of {name} is tagged {tag}; their tags are: {', '.join(tags)}")
+    found = document(
+        name, device, command, [], dtype=dtype_name(dtype), rounds=rounds, ceilings=asdict(ceilings(device))
+    )
     for case in wanted:
         progress(case.name)
         found["rows"] += case_rows(ops()[name], case, device, dtype, only, rounds, forward)
@@ -154,7 +157,7 @@ def case_rows(
     for provider, adapter in providers(op.name, only).items():
         try:
             call = replace(Call.of(adapter, case, device, dtype), loss=bool(together))
-            head = head or {"case": case.name, "dtype": _name(dtype), "shapes": shapes(call.args)}
+            head = head or {"case": case.name, "dtype": dtype_name(dtype), "shapes": shapes(call.args)}
             out = call.once()
         except Exception as problem:  # whatever a peer throws is its row; ours must not throw
             if provider == OURS:
@@ -316,10 +319,6 @@ def shapes(args: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of the tensors and values of the other arguments that are on."""
     shown = {n: list(v.shape) if isinstance(v, Tensor) else v for n, v in args.items()}
     return {n: v for n, v in shown.items() if v is not None and v is not False}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def benchable(tag: str = "bench") -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from tilesmith.engine import Case
-from tilesmith.engine.arguments import suggestion
+from tilesmith.engine.arguments import dtype_name, suggestion
 
 
 def refuse_unknown(what: str, asked: Iterable[str], known: Collection[str]) -> None:
@@ -30,9 +30,5 @@ def check_named(op: str, known: Sequence[Case], named: Collection[str], dtype: t
     refuse_unknown(f"{op} has no case", named, [case.name for case in known])
     for case in known:
         if case.name in named and dtype not in case.dtypes:
-            served = ", ".join(_plain(dtype) for dtype in case.dtypes)
-            raise ValueError(f"{case.name} of {op} is for {served}, not for {_plain(dtype)}; choose another dtype")
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            served = ", ".join(dtype_name(dtype) for dtype in case.dtypes)
+            raise ValueError(f"{case.name} of {op} is for {served}, not for {dtype_name(dtype)}; choose another dtype")

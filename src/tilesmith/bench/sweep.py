@@ -14,6 +14,7 @@ from tilesmith.bench.run import case_rows, ceilings
 from tilesmith.bench.selection import check_parts, refuse_unknown
 from tilesmith.bench.sweep_inputs import INPUTS, LARGE, SMALL, Held
 from tilesmith.engine import Case, ops
+from tilesmith.engine.arguments import dtype_name
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def run(
         device,
         command,
         [],
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         rounds=rounds,
         ceilings=asdict(ceilings(device)),
         sweep={"op": op, "axis": axis, "label": INPUTS[op][axis].label or AXES[axis].label},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import T
-from tilesmith.engine.case import tokens_first
+from tilesmith.engine.inits import around_one, dropout_seed, log_probs, tokens_first, unit_outputs
 from tilesmith.ops.loss.formulas import PairOptions
 
 Args = dict[str, Any]
@@ -43,25 +43,8 @@ class Inputs:
     label: str = ""
 
 
-def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return 1 + 0.1 * torch.randn(tuple(shape), generator=generator, device=device)
-
-
-def _unit(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that keep the size of what they multiply."""
-    return torch.randn(tuple(shape), generator=generator, device=device) / shape[-1] ** 0.5
-
-
-def _log_probs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.randn(tuple(shape), generator=generator, device=device).log_softmax(-1)
-
-
 def _probs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, device=device).softmax(-1)
-
-
-def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([1234, 0], device=device)
 
 
 def _angles(function: Callable[[Tensor], Tensor]):
@@ -96,22 +79,22 @@ def _rows(names: str, vectors: str = "", **options: Any) -> dict[str, Inputs]:
 
     def build(tokens: int, columns: int, held: Held) -> Args:
         wide = {name: T(tokens, columns) for name in names.split()}
-        narrow = {n: T(columns, init=_around_one if n == "weight" else "normal") for n in vectors.split()}
+        narrow = {n: T(columns, init=around_one if n == "weight" else "normal") for n in vectors.split()}
         return {**wide, **narrow, **options}
 
     return _both(build)
 
 
-DROPPED = {"seed": T(2, dtype=torch.int64, init=_seed), "p": 0.1}
+DROPPED = {"seed": T(2, dtype=torch.int64, init=dropout_seed), "p": 0.1}
 
 
 def _linear(bias: bool = True, norm: bool = False, **options: Any) -> dict[str, Inputs]:
     """A square layer along its width, and along tokens."""
 
     def build(tokens: int, columns: int, held: Held) -> Args:
-        args = {"x": T(tokens, columns), "weight": T(columns, columns, init=_unit)}
+        args = {"x": T(tokens, columns), "weight": T(columns, columns, init=unit_outputs)}
         args |= {"bias": T(columns)} if bias else {}
-        args |= {"norm_weight": T(columns, init=_around_one)} if norm else {}
+        args |= {"norm_weight": T(columns, init=around_one)} if norm else {}
         return {**args, **options}
 
     sizes = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -146,12 +129,16 @@ def _distance(init: Callable[..., Tensor], **options: Any) -> dict[str, Inputs]:
 
 
 def _output_layer(tokens: int, vocab: int, held: Held) -> Args:
-    return {"x": T(tokens, held.hidden), "weight": T(vocab, held.hidden, init=_unit), "target": _labels(vocab, tokens)}
+    return {
+        "x": T(tokens, held.hidden),
+        "weight": T(vocab, held.hidden, init=unit_outputs),
+        "target": _labels(vocab, tokens),
+    }
 
 
 def _distillation(tokens: int, vocab: int, held: Held) -> Args:
     teacher = {"teacher": T(tokens, held.hidden, grad=False)}
-    teacher["teacher_weight"] = T(vocab, held.hidden, grad=False, init=_unit)
+    teacher["teacher_weight"] = T(vocab, held.hidden, grad=False, init=unit_outputs)
     return {**_output_layer(tokens, vocab, held), **teacher}
 
 
@@ -168,7 +155,7 @@ def _preference(tokens: int, vocab: int, held: Held) -> Args:
 
     return {
         "x": T(batch, length, held.hidden),
-        "weight": T(vocab, held.hidden, init=_unit),
+        "weight": T(vocab, held.hidden, init=unit_outputs),
         "target": _labels(vocab, batch, length),
         "sequences": T(3, batch, dtype=torch.float32, grad=False, init=rows),
         "formula": "sigmoid",
@@ -211,7 +198,7 @@ def _heads(tokens: int, held: Held) -> Args:
 
 def _normed_heads(tokens: int, held: Held) -> Panels:
     args = _heads(tokens, held)
-    weight = T(args["q"].shape[-1], init=_around_one)
+    weight = T(args["q"].shape[-1], init=around_one)
     return _one({"q": args["q"], "k": args["k"], "q_weight": weight, "k_weight": weight, **args})
 
 
@@ -275,8 +262,8 @@ INPUTS: dict[str, dict[str, Inputs]] = {
     "norm_linear": _linear(bias=False, norm=True, kind="rms"),
     "memory_efficient_linear": _linear(activation="gelu"),
     "cross_entropy": _classes(_cross_entropy),
-    "kl_div": _distance(_log_probs, log_target=True, reduction="batchmean"),
-    "jsd": _distance(_log_probs),
+    "kl_div": _distance(log_probs, log_target=True, reduction="batchmean"),
+    "jsd": _distance(log_probs),
     "tvd": _distance(_probs),
     "linear_cross_entropy": _classes(_output_layer),
     "linear_distillation": _classes(_distillation, tokens=4096),

@@ -16,7 +16,8 @@ from tilesmith.bench.document import document, summary
 from tilesmith.bench.run import case_rows, ceilings
 from tilesmith.bench.sweep_inputs import INPUTS, LARGE
 from tilesmith.engine import Case, T, ops
-from tilesmith.engine.case import tokens_first
+from tilesmith.engine.arguments import dtype_name
+from tilesmith.engine.inits import tokens_first
 
 try:
     import tomllib
@@ -257,7 +258,7 @@ def run(
         device,
         command,
         [],
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         rounds=rounds,
         ceilings=asdict(ceilings(device)),
         seed=seed,

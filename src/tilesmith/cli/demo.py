@@ -25,6 +25,7 @@ from tilesmith.cli.output import (
     refuse,
     table,
 )
+from tilesmith.engine.arguments import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ def command(
         if export is not None:
             _export(models[OPTIMISED], subject, export)
         if as_json:
-            found = {"model": subject.name, "parameters": subject.size, "dtype": str(kind).removeprefix("torch.")}
+            found = {"model": subject.name, "parameters": subject.size, "dtype": dtype_name(kind)}
             found |= {"device": str(where), "text": str(text or BUILTIN), "plan": asdict(plan), "optimize": str(report)}
             found |= {"checks": checks, "losses": {name: run.losses for name, run in losses.items()}, "costs": costs}
             print_json(found | {"kernels": kernels, "written": written})
@@ -204,13 +205,14 @@ def _check(models: Mapping[str, nn.Module], subject: Subject) -> list[dict[str, 
 
 def _fitting(models: Mapping[str, nn.Module], subject: Subject, plan: Plan) -> int:
     """The planned number of steps, or as many as fit the time meant for training, at least 20."""
-    from tilesmith.cli.training import timed
+    from tilesmith.engine.timing import wall_time
 
     ids = _batch(models[ORIGINAL], subject, plan)
     steps = [_gradients(model, ids) for model in models.values()]
     for step in steps:
         step()
-    return max(20, min(plan.steps, int(TRAINING_SECONDS / sum(timed(step, ids.device) for step in steps))))
+    seconds = sum(wall_time(step, ids.device) for step in steps) / 1e6
+    return max(20, min(plan.steps, int(TRAINING_SECONDS / seconds)))
 
 
 def _batch(model: nn.Module, subject: Subject, plan: Plan) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from tilesmith.engine.timing import wall_time
 
 UNTIMED = 3  # first steps fill pools and load kernels
 
@@ -86,19 +87,5 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> tu
         optimizer.zero_grad()
 
     loss = None
-    spent = timed(work, ids.device)
-    return loss.item(), spent
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds from an idle device to one that has finished the work."""
-    _synchronize(device)
-    start = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
+    seconds = wall_time(work, ids.device) / 1e6
+    return loss.item(), seconds

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tilesmith.cli.output import CHECK_FAILED, console, device_named, op_named, print_json, refuse, table
+from tilesmith.engine.arguments import dtype_name
 
 
 def command(
@@ -40,7 +41,7 @@ def command(
         print_json([_row(r) for r in results])
     else:
         shown = results if every else failed
-        rows = [(r.op, r.kernel, r.case, str(r.dtype).removeprefix("torch."), _ratio(r), r.message) for r in shown]
+        rows = [(r.op, r.kernel, r.case, dtype_name(r.dtype), _ratio(r), r.message) for r in shown]
         if rows:
             console.print(table(("op", "kernel", "case", "dtype", "error / budget", ""), rows, right="error / budget"))
         console.print(_summary(results))
@@ -60,7 +61,7 @@ def _check_kinds(names: list[str]) -> None:
 
 def _row(result) -> dict:
     fields = ("op", "kernel", "case", "passed", "error", "budget", "message")
-    return {"dtype": str(result.dtype).removeprefix("torch."), **{f: getattr(result, f) for f in fields}}
+    return {"dtype": dtype_name(result.dtype), **{f: getattr(result, f) for f in fields}}
 
 
 def _ratio(result) -> str:

@@ -48,6 +48,18 @@ def rows(x: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+def flat_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one shape as [M, N] rows: one row of all elements where every one is contiguous."""
+    if all(x.is_contiguous() for x in tensors):
+        return tuple(x.view(1, -1) for x in tensors)
+    return tuple(rows(x) for x in tensors)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x`, or a copy of it where its last stride is not 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def empty_rows(x: Tensor, order: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor of x's shape whose rows are packed in `order`: `rows(result, order)` is contiguous."""
     if order is None:

@@ -20,6 +20,7 @@ from tilesmith.engine.written import written
 from tilesmith.hardware.detect import detect_available_devices
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+INTEGERS = (torch.int32, torch.int64)  # of indices, labels and lengths
 
 _T = TypeVar("_T")
 

@@ -149,6 +149,11 @@ def suggestion(name: str, known: Collection[str]) -> str:
     return f"Known: {', '.join(forward[:_LISTED])}{more}{gradients}"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in rows, tables and arguments of ops: "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def shown(value: Any) -> str:
     """What came, in an error: its type, and the value where it is short."""
     if value is None:

@@ -12,13 +12,19 @@ from torch import Tensor
 
 from tilesmith.engine.registry import family_of, ops
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of a Case
+HALF = (torch.float16, torch.bfloat16)
+BF16 = (torch.bfloat16,)
+FP32 = (torch.float32,)
 TEST = frozenset({"test"})  # the tags of a Case
 SMALL = frozenset({"test", "interpret"})
 GPU = frozenset({"gpu"})
+COMPILE = frozenset({"gpu", "compile"})
 BENCH = frozenset({"gpu", "bench", "tune"})
+UNCHECKED = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
+TIMED = frozenset({"bench"})  # neither checked nor searched
 
-Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]
+Init = Callable[[torch.Generator, Sequence[int], torch.device], Tensor]  # those that families share: `inits.py`
 
 
 @dataclass(frozen=True, init=False)
@@ -103,27 +109,6 @@ class Case:
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator:
         """A generator seeded by the case's name, so that every run sees the same numbers."""
         return torch.Generator(device).manual_seed(sum(ord(c) * 31**i for i, c in enumerate(self.name)) % 2**31)
-
-
-def tokens_first(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """An init of T: [B, H, T, D] over memory in [B, T, H, D] order, as a projection leaves it."""
-    batch, heads, tokens, dim = shape
-    return torch.randn(batch, tokens, heads, dim, generator=generator, device=device).transpose(1, 2)
-
-
-def far_rows(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """An init of T: bfloat16 rows so far apart that a 32-bit offset of the second one overflows."""
-    step = 2**31 + 8
-    base = torch.empty(step * (shape[0] - 1) + shape[1], dtype=torch.bfloat16, device=device)
-    return base.as_strided(shape, (step, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
-
-
-def far_heads(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """An init of T: bfloat16 heads so far apart that a 32-bit offset of the second one overflows."""
-    _, heads, tokens, dim = shape
-    step = 2**31 + 8
-    base = torch.empty(step * (heads - 1) + tokens * dim, dtype=torch.bfloat16, device=device)
-    return base.as_strided(shape, (step, step, dim, 1)).copy_(torch.randn(*shape, generator=generator, device=device))
 
 
 def cases(op_name: str) -> list[Case]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilesmith import _install
 from tilesmith.engine import torch_private, trial
-from tilesmith.engine.arguments import shown, suggestion
+from tilesmith.engine.arguments import dtype_name, shown, suggestion
 from tilesmith.engine.backends import REFERENCE, in_gluon, missing, triton_missing
 from tilesmith.engine.kernel import Kernel, in_context
 from tilesmith.engine.registry import ops
@@ -257,7 +257,7 @@ def launches(kernel: Kernel, args: tuple, pin: str = "") -> trial.Launches:
         return trial.Launches()
     kernels = {step.kernel for step in steps}
     columns = first.shape[-1] if first.ndim else 1
-    return trial.Launches(tuple(sorted(kernels)), str(first.dtype).removeprefix("torch."), columns)
+    return trial.Launches(tuple(sorted(kernels)), dtype_name(first.dtype), columns)
 
 
 def _tell(choice: Choice, device: Any) -> None:

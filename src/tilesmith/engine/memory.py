@@ -37,7 +37,7 @@ class MemoryConfig:
     A call's need is the peak memory that it and its backward allocate beyond its inputs: outputs, gradients (including
     an incoming one of the output's size), saved tensors and the chunk; on an accelerator also 0.067 GB for the
     workspaces of the matrix library, on a CPU the copies in which plain PyTorch computes, without what libraries take
-    for themselves. It follows from the shapes: nothing is measured and the device is not waited for.
+    for themselves. It is computed from the shapes: nothing is measured, and the host does not wait for the device.
 
     max_memory_gb: the limit; target_memory_gb if None. `ops.memory.rows_in_budget` raises ValueError with the numbers
         when even chunks of 128 rows need more.
@@ -49,8 +49,8 @@ class MemoryConfig:
 
     A call that names its own chunk (`chunk_tokens`, `chunk_rows`) is left alone. The innermost `with` of the thread
     counts. A backward runs with the chunks of its forward; torch.compile keeps those of its trace. A checkpointed
-    function that a backward repeats is bound by what is entered where that runs: on a CPU what is round the backward,
-    on an accelerator nothing, as its backward has threads of its own. Name chunk and mode in such a function.
+    function runs again in the backward, and the bounds that are active there apply: on a CPU those around the backward,
+    on an accelerator none, since its backward runs in threads of its own. Name chunk and mode in such a function.
 
     Raises ValueError for more than a million GB, which are probably bytes, and unless 0 <= min_memory_gb <=
     target_memory_gb <= max_memory_gb and the target is positive.
@@ -226,9 +226,9 @@ class ChunkedOp(Op):
         return (*full[: self._chunk], rows, *full[self._chunk + 1 :])
 
 
-def held(x: Tensor | None) -> int:
-    """Bytes of x."""
-    return 0 if x is None else x.numel() * x.element_size()
+def held(*tensors: Tensor | None) -> int:
+    """Bytes of tensors together; None has none."""
+    return sum(x.nbytes for x in tensors if x is not None)
 
 
 def computed_in(x: Tensor) -> torch.dtype:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.registry import family_of
 from tilesmith.engine.shared_files import exclusive, write_atomically
 from tilesmith.settings import settings
@@ -61,11 +62,7 @@ class Table:
         """The row of `kernel` and `dtype` nearest to `dims` in log space, or None when none is near."""
         best, best_distance = None, math.log(NEAR)
         for row in self.rows:
-            if (
-                row.kernel == kernel
-                and row.dtype == str(dtype).removeprefix("torch.")
-                and row.dims.keys() == dims.keys()
-            ):
+            if row.kernel == kernel and row.dtype == dtype_name(dtype) and row.dims.keys() == dims.keys():
                 logs = [math.log(max(row.dims[k], 1) / max(dims[k], 1)) for k in dims]
                 distance = math.sqrt(sum(d * d for d in logs) / max(len(logs), 1))
                 if distance <= best_distance:  # a later row, tuned on this machine, wins a tie

@@ -122,12 +122,12 @@ def host_time(
     device = torch.device(device)
 
     def issue(fn):
-        _synchronize(device)
+        synchronize(device)
         marks = [time.perf_counter()]
         for _ in range(calls):
             fn()
             marks.append(time.perf_counter())
-        _synchronize(device)
+        synchronize(device)
         return statistics.median(end - start for start, end in itertools.pairwise(marks)) * 1e6
 
     with _quiet(device), _one_core() if device.type in EVENTS else contextlib.nullcontext():
@@ -141,6 +141,22 @@ def host_time(
     return {name: Timing.of([timing.rounds[i] for i in calm]) for name, timing in found.items()}
 
 
+def wall_time(fn: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """µs of one of `calls` calls in a row, from an idle device until it has finished the last: the host counts, too."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the current device of this type has finished what was queued; a CPU always has."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
 def peak_memory(fn: Callable[[], object], device: torch.device | str) -> int:
     """The most bytes that tensors held during one call above what they held before it.
 
@@ -150,16 +166,16 @@ def peak_memory(fn: Callable[[], object], device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type in EVENTS:
         module = torch.get_device_module(device)
-        _synchronize(device)
+        synchronize(device)
         module.reset_peak_memory_stats(device)
         before = module.memory_allocated(device)
         fn()
-        _synchronize(device)
+        synchronize(device)
         return module.max_memory_allocated(device) - before
     held = peak = 0
     with _profiled(device, memory=True) as run:
         kept = fn()
-        _synchronize(device)
+        synchronize(device)
     del kept
     changes = [e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
     for change in sorted(changes, key=lambda e: e.start_ns()):
@@ -174,7 +190,7 @@ def launches(fn: Callable[[], object], device: torch.device | str) -> int:
     fn()
     with _profiled(device) as run:
         fn()
-        _synchronize(device)
+        synchronize(device)
     events = run.events()
     if device.type == "cpu":
         return sum(e.name.startswith(("aten::", "tilesmith::")) and not e.cpu_children for e in events)
@@ -196,12 +212,12 @@ def _plan(fn, device: torch.device, flush, warmup: int, budget_ms: float) -> _Pl
         flush()
         fn()
     settle()
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     flush()
     fn()
     host = time.perf_counter() - start
-    _synchronize(device)
+    synchronize(device)
     spent = time.perf_counter() - start
     calls = max(1, min(MAX_CALLS, int(budget_ms / 1e3 / max(spent, 1e-7))))
     return _Plan(fn, calls, max(calls, 2) if spent >= LONG else 0, host)
@@ -219,7 +235,7 @@ def _device_round(plan: _Plan, device: torch.device, flush) -> float:
         start.record()
         plan.fn()
         end.record()
-    _synchronize(device)
+    synchronize(device)
     return statistics.median(start.elapsed_time(end) for start, end in marks) * 1e3
 
 
@@ -227,12 +243,8 @@ def _wall_round(plan: _Plan, device: torch.device, flush) -> float:
     times = []
     for _ in range(plan.calls):
         flush()
-        _synchronize(device)
-        start = time.perf_counter()
-        plan.fn()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+        times.append(wall_time(plan.fn, device))
+    return statistics.median(times)
 
 
 def _burn(device: torch.device, seconds: float, flush) -> None:
@@ -256,11 +268,6 @@ def _flusher(device: torch.device) -> Callable[[], object]:
 
 def _nothing() -> None:
     return None
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
 
 
 @contextlib.contextmanager

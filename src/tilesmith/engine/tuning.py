@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.table import Row, append
 from tilesmith.engine.timing import Timing, measure
 from tilesmith.engine.triton_private import refusals
@@ -79,7 +80,7 @@ def row_of(configure: Any, args: tuple, found: Found) -> Row:
     first = next(a for a in args if isinstance(a, Tensor))
     return Row(
         kernel=configure.name,
-        dtype=str(first.dtype).removeprefix("torch."),
+        dtype=dtype_name(first.dtype),
         dims=dict(configure.space.dims(*args)),
         config=found.config._asdict(),
         median_us=round(found.timing.median_us, 2),

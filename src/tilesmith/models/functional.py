@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.models.attention.inline import InlineAttentionForm
 from tilesmith.models.attention.methods import AttentionMethodForm
 from tilesmith.models.attention.modules import uses_interface
@@ -68,7 +69,7 @@ def _packed(module: nn.Module) -> str:
     if weight is None or weight.dtype.is_floating_point or weight.dtype.is_complex:
         return ""
     kind = getattr(weight, "quant_type", "")  # of bitsandbytes: nf4 or fp4
-    return f"{kind}, packed in {str(weight.dtype)[6:]}" if kind else str(weight.dtype)[6:]
+    return f"{kind}, packed in {dtype_name(weight.dtype)}" if kind else dtype_name(weight.dtype)
 
 
 def _names(cls: type) -> set[str]:

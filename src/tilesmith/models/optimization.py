@@ -113,14 +113,14 @@ def optimize(
         exclude: rules not to use, and patterns (`fnmatch`) of names of modules to leave alone, as in
             `model.named_modules()`: ``exclude=["rope", "model.layers.0.*"]``.
         compile: "between" compiles the repeated blocks of the model, such as decoder layers, with torch.compile when
-            they first run: one compilation for all blocks of a class, the library's ops left to themselves. A later
+            they first run: one compilation for all blocks of a class, which leaves the library's ops alone. A later
             `optimize` of the model keeps it.
         graphs: record forward and backward of the repeated blocks as CUDA graphs when a shape is trained for the third
             time, so that the host launches a block at once. Calls that no recording serves run as before; the report
-            counts them with the reason, and has the memory that recordings hold. `generate` of transformers with
-            ``cache_implementation="static"`` replays one graph a token. "auto" looks at eleven training steps, and
-            records blocks from then on where the device waited for the host in them, else never; the report says which
-            and why. Without `graphs` the same steps are looked at, and the report and a warning in the log say where
+            counts them by reason, and says how much memory the recordings hold. `generate` of transformers with
+            ``cache_implementation="static"`` replays one graph a token. "auto" watches eleven training steps. If the
+            device waited for the host in them, blocks are recorded from then on, else never; the report says which and
+            why. Without `graphs` the same steps are watched, and the report and a warning in the log say whether
             recording would help. A later `optimize` keeps it, too.
 
     Returns:

@@ -17,7 +17,7 @@ class KVCache:
     keys, values: [layers, B, G, S, D]. lengths: [B] int32, tokens that every layer holds of each row. All are changed
     in place and keep their addresses, so that a CUDA graph can be replayed over them. On a GPU nothing checks that
     lengths leave room for new tokens, since that would wait for the device: beyond the slots outputs are wrong.
-    `generate` refuses such calls up front, `Decoder` those that it can tell (see its `hidden_states`).
+    `generate` refuses such calls up front, `Decoder` those that it can detect (see its `hidden_states`).
     """
 
     keys: Tensor

@@ -25,8 +25,9 @@ from tilesmith.nn.attention import Attention, SharedSequence, check_sequence
 from tilesmith.nn.cache import KVCache
 from tilesmith.nn.experts import Experts, MixtureOfExperts, Router
 from tilesmith.nn.mlp import GATED, GatedMLP
-from tilesmith.nn.norm import CASTINGS, RMSNorm
+from tilesmith.nn.norm import RMSNorm
 from tilesmith.nn.rotary import Llama3Scaling, RotaryEmbedding
+from tilesmith.ops.norm.op import CASTINGS
 
 
 @suggesting
@@ -144,8 +145,8 @@ class DecoderConfig:
 
 
 class DecoderBlock(nn.Module):
-    """Attention and a gated MLP or, with `routed`, a mixture of experts, each after a norm. The residual stream is
-    added to inside the norms."""
+    """Attention and a gated MLP or, with `routed`, a mixture of experts, each after a norm. The norms add to the
+    residual stream."""
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """What the output projection reads, [B, T, C]. Arguments as of `forward`. losses: see `MixtureOfExperts`.
 
-        Raises ValueError for a row of more than max_positions tokens, unless it is packed of documents, for a sequence
+        Raises ValueError for a row of more than max_positions tokens, unless it packs several documents, for a sequence
         whose positions go beyond them, and for more tokens than the cache has slots or, on a CPU, slots left.
         """
         tensor("Decoder", "tokens", tokens, ("batch", "tokens"))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, flag, integer, number, positive, size, tensor
-
-REDUCTIONS = ("mean", "batchmean", "sum", "none")
+from tilesmith.ops.loss.distill_op import REDUCTIONS
 
 
 def _check_beta(op: str, name: str, beta: float) -> None:

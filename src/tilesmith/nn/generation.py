@@ -26,8 +26,8 @@ def generate(
     prompt_lengths: [B] int32 or int64, from 1 to T, for prompts of different lengths; what follows in their rows may be
     any token and is ignored. temperature: 0 takes the likeliest token, else the logits are divided by it and a token is
     drawn, from the `top_k` likeliest if given. stop_token: a row that has produced it repeats it, and the loop ends
-    once all rows have, which costs one wait for the device a token; without it there is none. generator: where random
-    numbers come from.
+    once all rows have; to find that out costs one wait for the device a token. generator: where random numbers come
+    from.
 
     Call `decoder.eval()` first: in training mode hidden_dropout applies. If FSDP2 shards the decoder, register the
     methods that are called, `hidden_states` and `logits`, by `torch.distributed.fsdp.register_fsdp_forward_method`.

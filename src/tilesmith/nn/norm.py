@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from tilesmith import ops
 from tilesmith.engine.argument_checks import choice, flag, number, size
+from tilesmith.ops.norm.op import CASTINGS
 
-CASTINGS = ("fp32", "llama", "none")
 CASTER = "_fp8"  # the name of the child that `has_caster` tells of
 _CASTERS = {"exist": False}  # whether any module of this process has one: until then a compiled model asks nothing
 

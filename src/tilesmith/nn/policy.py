@@ -75,8 +75,8 @@ def grpo_loss(
 
     What divides the sum over the mask: "grpo", "sapo" each completion's tokens, then B; "bnpo" the tokens of the batch;
     "dr_grpo" B · max_completion_length; "dapo", "cispo", "vespo" num_items_in_batch, or the tokens of all ranks, over
-    the number of ranks; "luspo" B alone, so that a completion of one ratio weighs as many times as it has tokens. Of
-    tokens outside the mask ids, log-probabilities and ratios are not read.
+    the number of ranks; "luspo" B alone, so that a completion of one ratio weighs as many times as it has tokens. Ids,
+    log-probabilities and ratios of tokens outside the mask are not read.
 
     x: [B, T, K]. weight: [V, K]. selected_token_ids, attention_mask: [B, T]. The reference's log-probabilities come as
     ref_per_token_logps [B, T] or are computed from ref_input, ref_weight, ref_bias. chunk_size: completions whose

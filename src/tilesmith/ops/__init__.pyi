@@ -481,7 +481,7 @@ def block_pattern(
     Row r keeps counts[r] of the v[r] columns that it sees: one, if it sees any, and of the n other columns of all rows
     up to it floor(n * rest / all others) together, where rest is floor((1 - sparsity_ratio) * seen columns) less one a
     row. A run of them lies around the column of its own tokens (the last one it sees, if causal); the others are taken
-    from the columns outside the run, which are numbered through.
+    from the columns outside the run, which are numbered consecutively.
 
         random: a run of 1. One from each of as many equal stretches, another one in each list.
         block_sparse: a run of 4, and runs of 4 at equal distances.
@@ -639,8 +639,8 @@ def cross_entropy(
     int64 or int32. weight: [V], floating; it receives no gradient. label_smoothing: 0 to 1. z_loss, softcap: 0 or more.
 
     Returns the loss, a scalar, or [...] for "none": fp32 (fp64 for fp64 logits), where torch's function returns logits'
-    dtype. The loss of a model that `optimize` changed keeps the dtype that torch's has there. The gradient has logits'
-    shape and dtype and is contiguous.
+    dtype. The loss of a model that `optimize` changed keeps the dtype of torch's loss. The gradient has logits' shape
+    and dtype and is contiguous.
 
     Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; on other devices, where checking
     would wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments
@@ -860,8 +860,8 @@ def experts_vjp(
 
     dy: [..., C]. pre: [S, N], the pre-activations in the order of experts, pairs of one expert in the order of tokens;
     rows of pairs without an expert come last and are 0. The activation is computed again from it. The gradient of the
-    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype, and so is what
-    is of an adapter's rank. dgate_up and ddown have the strides of torch.empty_like(gate_up) and of
+    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype, and so are
+    tensors of an adapter's rank. dgate_up and ddown have the strides of torch.empty_like(gate_up) and of
     torch.empty_like(down), the others are contiguous.
     """
 
@@ -1045,7 +1045,7 @@ def jsd(
     number of rows that count (1 at least), "mean" by V times that. Either tensor may have a gradient, in its own dtype.
     Computed in fp32 (fp64 for fp64), which is also the result's dtype.
 
-    Raises TypeError and ValueError for arguments of another form than said here. Saved beside the loss: the number of
+    Raises TypeError and ValueError for arguments other than described here. Saved beside the loss: the number of
     rows that count, empty without labels.
     """
 
@@ -1086,7 +1086,7 @@ def kl_div(
     eps is not used). Either may have a gradient, in its own dtype. Computed in fp32 (fp64 for fp64), which is also the
     result's dtype.
 
-    Raises TypeError and ValueError for arguments of another form than said here.
+    Raises TypeError and ValueError for arguments other than described here.
 
     Source: Kullback and Leibler, On Information and Sufficiency (1951).
     """
@@ -1382,7 +1382,7 @@ def linear_distillation(
 
     Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649.
 
-    Raises TypeError and ValueError for arguments of another form than said here, naming the argument.
+    Raises TypeError and ValueError for arguments other than described here, naming the argument.
     """
 
 def linear_distillation_vjp(
@@ -1410,8 +1410,8 @@ def linear_distillation_vjp(
     output_mask: Sequence[bool],
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where there are such: in
-    place with `overwrite`.
+    """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where it computed them:
+    in place with `overwrite`.
 
     dloss: a scalar; dparts: [2]; either may be None (zeros). x_grad, weight_grad, bias_grad: what the forward saved, or
     empty. All else: its arguments. Where dparts is given, the gradients come from logits that are computed again.
@@ -1464,7 +1464,7 @@ def linear_preference(
     captured, under torch.compile, and under saved-tensor hooks, as in checkpointing.
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
-    in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.
+    in `cross_entropy`. Raises TypeError and ValueError for arguments other than described here.
     """
 
 def linear_preference_vjp(

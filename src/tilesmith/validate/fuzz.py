@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from tilesmith.engine import Case, Op, T, cases, next_power_of_2, ops
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.backends import interpreting
 from tilesmith.hardware.detect import arch_of, driver
 from tilesmith.validate.cases import Result, backends_on, check, check_each
@@ -96,7 +97,7 @@ def attempt(
     changed = Case(case.name if vary is None else f"{case.name} {seed}", args, case.tags, (dtype,))
 
     def outcome(verdict: str, message: str = "") -> Outcome:
-        return Outcome(op_name, seed, case.name, str(dtype).removeprefix("torch."), changes, verdict, message)
+        return Outcome(op_name, seed, case.name, dtype_name(dtype), changes, verdict, message)
 
     device = torch.device(device)
     try:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from tilesmith.engine import Case, Op, cases, ops
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.case import T
 from tilesmith.engine.choice import launches
@@ -66,7 +67,7 @@ def served_cases(
 ) -> Iterator[tuple[Case, torch.dtype, Launches]]:
     """The cases that the kernel takes, the smallest first, in the wanted dtype if they have it; what each launches."""
     for case in sorted(cases(whole(name).name), key=_size):
-        dtype = min(case.dtypes, key=lambda d: (_named(d) != wanted.dtype, *_place(d)), default=None)
+        dtype = min(case.dtypes, key=lambda d: (dtype_name(d) != wanted.dtype, *_place(d)), default=None)
         if dtype is None or _size(case) > _LARGEST or not case.tags & _CHECKED:
             continue
         launched = launched_by(name, backend, device, case, dtype)
@@ -126,10 +127,6 @@ def _place(dtype: torch.dtype) -> tuple[bool, int]:
     return dtype not in _DTYPES, _DTYPES.index(dtype) if dtype in _DTYPES else 0
 
 
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _apart(columns: int, wanted: int) -> int:
     """0 for as many columns, 1 for as many rounded up to a power of two, which is mostly the width of a tile."""
     return 0 if columns == wanted else 1 if next_power_of_2(columns) == next_power_of_2(wanted) else 2
@@ -151,7 +148,7 @@ def _attempt(name: str, backend: str, device: torch.device | str, wanted: Launch
         result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=pins(name, backend)))
         if result.message.startswith("rejects"):
             return None
-        words = f"case {case.name} in {_named(dtype)}: {result.message or 'right'}"
+        words = f"case {case.name} in {dtype_name(dtype)}: {result.message or 'right'}"
         return (PASSED if result.passed else FAILED), words
 
     instead = ""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilesmith import ops
 from tilesmith.device import philox
+from tilesmith.device.rows import unit_stride
 from tilesmith.models.attention.interface import NAME
 from tilesmith.ops.attn.op import attention_vjp
 
@@ -191,7 +192,7 @@ def _backward(
     named |= {"causal": False, "window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": dropout_p}
     named |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "block_q": 0, "block_k": 0}
     named |= {**mask.lower(), **score.lower(), **packed}
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(unit_stride, (q, k, v))
     named |= {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     named["seed"] = state.view(torch.int64) if dropout_p > 0.0 else None
     named["deterministic"] = torch.are_deterministic_algorithms_enabled()

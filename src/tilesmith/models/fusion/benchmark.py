@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine.argument_checks import flag, size
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.memory import human_size
 from tilesmith.engine.model_state import state_preserved
-from tilesmith.engine.timing import Timing, interleave, launches, peak_memory
+from tilesmith.engine.timing import interleave, launches, peak_memory, wall_time
 from tilesmith.models.fusion.strategies import UnifiedAttentionFusion
 from tilesmith.models.optimization import undo
 from tilesmith.models.sizing.sample_inputs import loss_of, sample_of
@@ -84,8 +84,8 @@ def benchmark_fusion_performance(
 ) -> FusionPerformanceStats:
     """Run two models on `input_data` in turns and compare time, launches and peak memory.
 
-    baseline_model: another object than `fused_model`, on the same device. Where both are one object, as fusion works in
-    place, the baseline is an unfused copy, which needs the model's memory once more. input_data: a tensor, a tuple of
+    baseline_model: the model without fusion, on the same device. Fusion works in place; if both are the same object,
+    the baseline is an unfused copy, which needs the model's memory once more. input_data: a tensor, a tuple of
     arguments or a dict of keyword arguments. num_runs: runs of each model, in ten rounds or as many as there are runs.
     backward: with a backward from the sum of the output, or its loss. Both models keep their training flags, gradients,
     buffers and random numbers.
@@ -130,7 +130,7 @@ def _check_alike(baseline: nn.Module, fused: nn.Module) -> None:
     for model in (baseline, fused):
         elements: dict[str, int] = {}
         for p in model.parameters():
-            name = str(p.dtype).removeprefix("torch.")
+            name = dtype_name(p.dtype)
             elements[name] = elements.get(name, 0) + p.numel()
         sizes.append(elements)
     if sizes[0] != sizes[1]:
@@ -155,28 +155,10 @@ def _measured(models: dict[str, nn.Module], inputs: Any, device: torch.device, r
         rounds = min(ROUNDS, runs)
         counted = {name: launches(fn, device) for name, fn in variants.items()}  # which also warms up
         peaks = {name: peak_memory(fn, device) for name, fn in variants.items()}
-        found = _times(variants, device, rounds, -(-runs // rounds))
+        calls = -(-runs // rounds)  # by the clock, host included: what a model's user waits for
+        found = interleave(rounds, {n: (lambda fn=fn: wall_time(fn, device, calls)) for n, fn in variants.items()})
     base, fused = found["baseline"], found["fused"]
     return FusionPerformanceStats(
         base.median_us / 1e3, fused.median_us / 1e3, base.spread, fused.spread, counted["baseline"], counted["fused"],
-        peaks["baseline"], peaks["fused"], str(device), backward, rounds * -(-runs // rounds),
+        peaks["baseline"], peaks["fused"], str(device), backward, rounds * calls,
     )  # fmt: skip
-
-
-def _times(variants: dict[str, Any], device: torch.device, rounds: int, calls: int) -> dict[str, Timing]:
-    """The time of a run of each, so many calls a round: from its first launch until the device is done, host included,
-    which is what a model's user waits for."""
-
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize()
-
-    def timed(fn: Any) -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        wait()
-        return (time.perf_counter() - start) / calls * 1e6
-
-    return interleave(rounds, {name: (lambda fn=fn: timed(fn)) for name, fn in variants.items()})

@@ -48,9 +48,9 @@ class OptimizationLevel(enum.Enum):
     BALANCED: besides, products and what spans several modules: attention, gated MLPs, experts, adapters, the blocks of
         torch's encoder and decoder layers (activation in the first product), the loss without logits. Attention that
         drops weights draws other random numbers than PyTorch's.
-    AGGRESSIVE: besides, what moves memory or draws other random numbers: weights that multiply one tensor are moved
-        below one another for one product (q, k, v; gate, up); dropouts go into one op with sum and norm, which
-        `optimize` does, too.
+    AGGRESSIVE: besides, what moves memory or draws other random numbers: weights that multiply the same tensor are
+        stacked for one product (q, k, v; gate, up); dropouts go into one op with sum and norm, which `optimize` does,
+        too.
     """
 
     CONSERVATIVE = "conservative"
@@ -103,7 +103,7 @@ class UnifiedAttentionFusion(nn.Module):
 
     @property
     def fusion_config(self) -> FusionConfig:
-        """The configuration that the model was fused by."""
+        """The configuration with which the model was fused."""
         return next(form.config for form in rewrite.forms(self) if isinstance(form, FusionForm))
 
     @property
@@ -161,9 +161,9 @@ def create_unified_attention_fusion(
         fused = create_unified_attention_fusion(layer, optimization_level=OptimizationLevel.AGGRESSIVE)
         print(fused.fusion_report)
 
-    Modules are recognised and swapped as by `tilesmith.optimize`, of torch, of transformers and of this library.
-    Parameters stay the same objects in the same order, so state dicts keep their keys and an optimizer made before goes
-    on working. `fused.unfuse()`, or `tilesmith.undo`, takes everything back.
+    Modules of torch, of transformers and of this library are recognised and swapped as by `tilesmith.optimize`.
+    Parameters stay the same objects in the same order, so state dicts keep their keys and an existing optimizer keeps
+    working. `fused.unfuse()`, or `tilesmith.undo`, takes everything back.
 
     config: a whole configuration, in place of the two arguments before it.
 
@@ -172,9 +172,8 @@ def create_unified_attention_fusion(
 
     Raises TypeError or ValueError for other arguments, for parameters on meta, for a model whose forward another
     library has patched, for one that `fit_sequence` has planned, and for one that is fused by another configuration.
-    Raises ValueError too, with the
-    reasons, where a strategy finds nothing to fuse or a level adds nothing to the one before it; the model is then left
-    as it was.
+    Raises ValueError, with the reasons, where a strategy finds nothing to fuse or a level adds nothing to the one
+    before it; the model is then left as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"create_unified_attention_fusion: model must be a torch.nn.Module, got {type(model).__name__}")

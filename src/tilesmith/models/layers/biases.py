@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tilesmith import ops
 from tilesmith.engine import torch_private
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.choice import pinned
 from tilesmith.models.reach import ran, reaches
 from tilesmith.rewrite import Form, Replace, Rule, Site, Skip, Unlike, forms, original_class, probe
@@ -35,7 +36,7 @@ class _BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, module: nn.Module) -> Tensor:
-        ctx.module, ctx.dtype = module, str(bias.dtype)[6:]
+        ctx.module, ctx.dtype = module, dtype_name(bias.dtype)
         return y.data  # the same memory, but no view of y: autograd would let nobody write to one
 
     @staticmethod

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilesmith import ops
+from tilesmith.engine.argument_checks import INTEGERS
 from tilesmith.engine.torch_private import autocasts
-from tilesmith.ops.loss.checks import INTEGERS
 
 
 class LazyLogits:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
+from tilesmith.engine.argument_checks import INTEGERS
 from tilesmith.engine.memory import FEWEST_ROWS, Need
 from tilesmith.engine.timing import peak_memory
 from tilesmith.models.checkpoints import Keep, Keeper, Shelf, attach, detach
@@ -22,7 +23,6 @@ TILE_PROBED = {"cpu": 64}
 TILE_PROBED_ELSEWHERE = 4096
 _FEW = 3  # tokens of a run that looks for tables of positions
 _LONG = 64  # places that no activation of so few tokens has
-_INTEGERS = (torch.int32, torch.int64)
 
 
 def kinds_of(layers: list[nn.Module]) -> list[nn.Module]:
@@ -99,7 +99,7 @@ class _Tables(torch_private.DispatchMode or object):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         indices, places = _read(func.overloadpacket, args)
         name = self.names.get(args[0].data_ptr(), "") if places else ""
-        if places and (name or places > _LONG) and indices.shape[-1:] == (_FEW,) and indices.dtype in _INTEGERS:
+        if places and (name or places > _LONG) and indices.shape[-1:] == (_FEW,) and indices.dtype in INTEGERS:
             rows = indices.reshape(-1, _FEW).tolist()
             first = rows[0][0] if rows else 0
             if rows and all(row == [first, first + 1, first + 2] for row in rows):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from tilesmith.engine.memory import MemoryConfig
+from tilesmith.engine.memory import GB, MemoryConfig
 from tilesmith.engine.memory import human_size as shown
 from tilesmith.engine.timing import EVENTS
 from tilesmith.models.checkpoints import switch_of
@@ -20,7 +20,6 @@ from tilesmith.models.layers.losses import HeadForm
 from tilesmith.models.sizing.memory_estimate import LiveBytes, local
 from tilesmith.rewrite import forms, original_class
 
-GB = 10**9
 PHASES = ("forward", "backward", "optimizer")
 SHOWN = 12  # modules in a printed report
 WORTH = 0.02  # of the peak: what is not worth a sentence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from tilesmith.engine.memory import workspaces
 from tilesmith.engine.model_state import state_preserved
-from tilesmith.engine.timing import EVENTS, peak_memory
+from tilesmith.engine.timing import EVENTS, peak_memory, wall_time
 from tilesmith.engine.torch_private import autocasts
 from tilesmith.models.layers.tiles import TILE
 from tilesmith.models.sizing.moments import Moments, moments
@@ -140,12 +139,12 @@ def _measured(model: nn.Module, sample: Sample, batch: int, backward: bool, devi
             parameter.grad = None
 
     before = _allocated(device)
-    first = _timed(step, device)  # compiles, and lets libraries take their workspaces
+    first = wall_time(step, device) / 1e6  # compiles, and lets libraries take their workspaces
     _KEPT[device] = max(_KEPT.get(device, 0), _allocated(device) - before)
     kept = _KEPT[device] or (workspaces(device) if device.type in EVENTS else 0)
     peak = peak_memory(step, device) if device.type in ("cpu", *EVENTS) else 0
-    times = [_timed(step, device) for _ in range(1 if first > PATIENCE else TIMED)]
-    return Probe(batch, statistics.median(times), peak, kept)
+    times = [wall_time(step, device) for _ in range(1 if first > PATIENCE else TIMED)]
+    return Probe(batch, statistics.median(times) / 1e6, peak, kept)
 
 
 def _rows_alone(model: nn.Module, sample: Sample, batch: int, device: torch.device) -> tuple[int, int]:
@@ -162,15 +161,6 @@ def _rows_alone(model: nn.Module, sample: Sample, batch: int, device: torch.devi
         return peak_memory(lambda: sample.step(model, batch), device), forward
     except torch.OutOfMemoryError:
         return 0, forward
-
-
-def _timed(step: Any, device: torch.device) -> float:
-    wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
-    wait()
-    start = time.perf_counter()
-    step()
-    wait()
-    return time.perf_counter() - start
 
 
 def _allocated(device: torch.device) -> int:

@@ -135,9 +135,9 @@ def fit_sequence(
     Each decoder layer is checkpointed (`torch.utils.checkpoint`): only its input is kept, and `keep` says how. Gated
     MLPs are tiled over tokens, forward and backward. Call it after `optimize` and PEFT, with the model on its device.
     To measure what a layer takes, one layer of each kind is run forward and backward on a few tokens; the model is left
-    unchanged. On a CPU the plan counts what operators return, without what they take while they run.
+    unchanged. On a CPU the plan counts what operators return, but not the memory that they use while they run.
 
-    A plan that the model has is taken back first, also where the new one is then refused.
+    An earlier plan of the model is undone first, even if the new one is then refused.
 
     The plan holds while the model trains: in evaluation mode no layer is checkpointed. It also stays when a trainer
     switches on gradient checkpointing, whose arguments are then ignored. ``print(plan)`` says where it is off.
@@ -148,11 +148,11 @@ def fit_sequence(
         too if they fit.
         memory: bounds of the whole step on the device, parameters included: at most `max_memory_gb`, and
             `target_memory_gb` if that is possible. None: what the device has.
-        keep: "device": inputs as they are. "host": in host memory, as they are; on an accelerator pinned, copied on a
-            stream of its own while layers compute. Gradients are those of plain checkpointing, bit for bit, with both.
-            "e4m3": on the device in 8 bits with a factor for each token, so that a layer is differentiated at an input
-            in which each element is off by at most 1/16, about 2.6 % root mean square. "auto": on the device what fits;
-            else the first layers' in host memory; else as few as possible in e4m3.
+        keep: "device": inputs as they are. "host": in host memory, as they are; on an accelerator in pinned memory,
+            copied on a separate stream while layers compute. With both, gradients are those of plain checkpointing,
+            bit for bit. "e4m3": on the device in 8 bits with a factor for each token, so that a layer is differentiated
+            at an input in which each element is off by at most 1/16, about 2.6 % root mean square. "auto": on the
+            device what fits; else the first layers' in host memory; else as few as possible in e4m3.
         host_memory_gb: host memory to take at most, in GB of 10^9 bytes. None: what is available, less 4 GB.
         tile_tokens: tokens of a tile of an MLP. None: as many as need no more than half a hidden state of all tokens,
             but no fewer than 128.

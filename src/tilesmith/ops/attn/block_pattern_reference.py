@@ -51,7 +51,7 @@ def row_budget(tokens: int, keys: int, block: int, causal: bool, sparsity_ratio:
 
 
 def row_ends(b: RowBudget, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [R]: columns that each row sees, and entries of all rows up to and with it."""
+    """int64 [R]: columns that each row sees, and entries of all rows up to and including it."""
     visible = (torch.arange(b.rows, device=device) + b.shift).clamp(0, b.columns)
     others = (visible - 1).clamp(min=0).cumsum(0)
     return visible, (visible > 0).cumsum(0) + others * b.rest // max(b.seen - b.least, 1)
@@ -72,7 +72,7 @@ def block_pattern(
     Row r keeps counts[r] of the v[r] columns that it sees: one, if it sees any, and of the n other columns of all rows
     up to it floor(n * rest / all others) together, where rest is floor((1 - sparsity_ratio) * seen columns) less one a
     row. A run of them lies around the column of its own tokens (the last one it sees, if causal); the others are taken
-    from the columns outside the run, which are numbered through.
+    from the columns outside the run, which are numbered consecutively.
 
         random: a run of 1. One from each of as many equal stretches, another one in each list.
         block_sparse: a run of 4, and runs of 4 at equal distances.

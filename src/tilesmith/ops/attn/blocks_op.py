@@ -21,7 +21,7 @@ CHOICE = {"triton": "tilesmith.ops.attn.triton.block_choice"}
 LARGEST = 1 << 20  # tokens of a block
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _acc(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -53,8 +53,8 @@ def _check_mass(
     _check_pair(op, q, k, scale, block_q=block_q, block_k=block_k)
     if query_stride < 1 or block_q % query_stride:
         raise ValueError(f"{op}: query_stride must be a divisor of block_q, {block_q}, got {query_stride}")
-    if lse.dtype != _wide(q):
-        raise TypeError(f"{op}: lse has dtype {lse.dtype}; for q of {q.dtype} it must be {_wide(q)}")
+    if lse.dtype != _acc(q):
+        raise TypeError(f"{op}: lse has dtype {lse.dtype}; for q of {q.dtype} it must be {_acc(q)}")
     if lse.shape != q.shape[:3]:
         raise ValueError(f"{op}: lse must be {list(q.shape[:3])}, got {list(lse.shape)}")
     if (offsets is None) != (indices is None):
@@ -157,7 +157,7 @@ def _check_pattern(seed, pattern, tokens, keys, sparsity_ratio=0.9, lists=1, blo
 
 
 def _fake_scores(q, k, scale=None, causal=False, block_q=128, block_k=128) -> Tensor:
-    return q.new_empty(*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k), dtype=_wide(q))
+    return q.new_empty(*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k), dtype=_acc(q))
 
 
 def _fake_scores_vjp(dscores, q, k, *rest) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def _fake_mass(
     q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128, query_stride=1
 ) -> Tensor:
     rows, columns = cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k)
-    return q.new_empty(q.shape[0], k.shape[1], rows, columns, dtype=_wide(q))
+    return q.new_empty(q.shape[0], k.shape[1], rows, columns, dtype=_acc(q))
 
 
 def _fake_lists(keep: Tensor, room: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import attributed_to, tensor
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.choice import pinned
 from tilesmith.ops.attn import checks, quantize_reference
 from tilesmith.ops.attn.dequantize_op import attention_dequantize, attention_fp8_gradients
@@ -149,7 +150,7 @@ class _AttentionFp8(torch.autograd.Function):
         given = next((x for x in (dq, dk) if x is not None), None)
         if given is not None and (rotate or cos is not None or moved[0] is not None or given.dtype != ctx.dtype):
             found = attention_fp8_gradients(
-                dq, dk, *moved, cos, sin, str(ctx.dtype)[6:], scale_of(q8, ctx.given.get("scale")),
+                dq, dk, *moved, cos, sin, dtype_name(ctx.dtype), scale_of(q8, ctx.given.get("scale")),
                 k8.shape[2] - q8.shape[2], rotate, interleaved,
             )  # fmt: skip
             dq, dk = (None if x is None else dx for x, dx in zip((dq, dk), found))
@@ -160,7 +161,7 @@ def _gradients_at_values(ctx, kept, dout, dlse, out, lse) -> tuple[Tensor | None
     """Gradients of the values that the forward multiplied, from e4m3 values and factors; None where none is wanted."""
     # 16-bit inputs in bf16: what was multiplied is exact in it, and beyond fp16 where a rotation added up a row
     dtype = torch.bfloat16 if ctx.dtype.itemsize == 2 else ctx.dtype
-    values = attention_dequantize(*kept, ctx.tokens_first, str(dtype)[6:])
+    values = attention_dequantize(*kept, ctx.tokens_first, dtype_name(dtype))
     named = dict(zip(attention_op.parameters, attention_op.bind(values, ctx.given)))
     named.update(dout=None if dout is None else dout.to(dtype), dlse=dlse, out=out.to(dtype), lse=lse)
     named.update(output_mask=(*ctx.needs_input_grad[:3], False, False))

@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
 class Mask:
     """Which keys each query sees: those that all restrictions given here allow.
 
-    Positions are aligned bottom right: the last query and the last valid key have the same one.
+    Positions are aligned bottom right: the last query and the last valid key have the same position.
 
     causal: no key after the query is seen. window: (left, right) keys around the query, -1 unlimited; one number w
     means (w, w), or (w, 0) if causal. prefix: int32 [B], keys before it are seen whatever causal and window say.

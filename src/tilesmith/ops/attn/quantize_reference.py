@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.ops.attn.reference import FACTOR_BLOCK, by_token, empty_tokens_first, is_tokens_first
 from tilesmith.ops.rotary.reference import rope, rope_vjp
 
-DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 GREATEST = 448.0  # of e4m3
 SMALLEST = 2.0**-100  # a largest element up to this counts as zero
 

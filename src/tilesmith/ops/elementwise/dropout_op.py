@@ -7,14 +7,11 @@ from torch import Tensor
 
 from tilesmith.device.dropout import check_dropout, draws_seed
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import flag, floating, probability
+from tilesmith.engine.argument_checks import flag, probability
 from tilesmith.ops.elementwise import dropout_reference as reference
+from tilesmith.ops.elementwise.op import check_bias, fake_like
 
 TRITON = {"triton": "tilesmith.ops.elementwise.triton.dropout"}
-
-
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _fake_vjp(dout: Tensor, bias: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
@@ -23,21 +20,8 @@ def _fake_vjp(dout: Tensor, bias: Tensor | None, *rest: object) -> tuple[Tensor,
     return dout.new_empty(dout.shape if wants_x else 0), dbias
 
 
-def _check_biased(op: str, x: Tensor, bias: Tensor | None) -> None:
-    floating(op, "x", x)
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x has no dims; it must be [..., F]")
-    if bias is None:
-        return
-    floating(op, "bias", bias)
-    if bias.ndim != 1 or bias.shape[0] != x.shape[-1]:
-        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}; for this x it must be [{x.shape[-1]}]")
-    if bias.device != x.device:
-        raise ValueError(f"{op}: bias is on {bias.device}, x on {x.device}; move them to one device")
-
-
 def _check_bias_dropout(x: Tensor, bias: Tensor | None, seed: Tensor | None, p: float) -> None:
-    _check_biased("bias_dropout", x, bias)
+    check_bias("bias_dropout", x, bias)
     check_dropout("bias_dropout", x, seed, p)
 
 
@@ -45,7 +29,7 @@ def _check_bias_dropout_residual(
     x: Tensor, residual: Tensor, bias: Tensor | None, seed: Tensor | None, p: float
 ) -> None:
     name = "bias_dropout_residual"
-    _check_biased(name, x, bias)
+    check_bias(name, x, bias)
     if residual.shape != x.shape:
         raise ValueError(f"{name}: residual has shape {tuple(residual.shape)}; it must equal x's, {tuple(x.shape)}")
     if residual.dtype != x.dtype:
@@ -59,7 +43,7 @@ def _check_bias_dropout_residual(
 bias_dropout_vjp = Op(reference.bias_dropout_vjp, fake=_fake_vjp, outputs=("dx", "dbias"), kernels=TRITON)
 bias_dropout_op = Op(
     reference.bias_dropout,
-    fake=_fake,
+    fake=fake_like,
     vjp=bias_dropout_vjp,
     outputs=("out",),
     check=_check_bias_dropout,
@@ -76,7 +60,7 @@ bias_dropout_residual_vjp = Op(
 )
 bias_dropout_residual_op = Op(
     reference.bias_dropout_residual,
-    fake=_fake,
+    fake=fake_like,
     vjp=bias_dropout_residual_vjp,
     outputs=("out",),
     check=_check_bias_dropout_residual,

@@ -16,7 +16,7 @@ EVERYWHERE = {**TRITON, portable.NAME: "tilesmith.ops.elementwise.portable"}
 APPROXIMATE = ("none", "tanh")
 
 
-def _fake(x: Tensor, *_: object) -> Tensor:
+def fake_like(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -38,13 +38,9 @@ def _fake_bias_vjp(dout: Tensor, x: Tensor, bias: Tensor | None, *rest: object) 
     return x.new_empty(x.shape if wants_x else 0), bias.new_empty(bias.shape) if wants_bias else x.new_empty(0)
 
 
-def check_floating(op: str, name: str, x: Tensor) -> None:
-    floating(op, name, x)
-
-
 def _check_pair(op: str, gate: Tensor, up: Tensor, names: tuple[str, str] = ("gate", "up")) -> None:
     first, second = names
-    check_floating(op, first, gate)
+    floating(op, first, gate)
     if up.shape != gate.shape:
         raise ValueError(
             f"{op}: {second} has shape {tuple(up.shape)}; it must equal {first}'s, {tuple(gate.shape)}: "
@@ -56,13 +52,14 @@ def _check_pair(op: str, gate: Tensor, up: Tensor, names: tuple[str, str] = ("ga
         raise ValueError(f"{op}: {second} is on {up.device}, {first} on {gate.device}; move them to one device")
 
 
-def _check_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
-    check_floating(op, "x", x)
+def check_bias(op: str, x: Tensor, bias: Tensor | None) -> None:
+    """x [..., F] and a bias [F] beside it."""
+    floating(op, "x", x)
     if x.ndim == 0:
         raise ValueError(f"{op}: x has no dims; it must be [..., F]")
     if bias is None:
         return
-    check_floating(op, "bias", bias)
+    floating(op, "bias", bias)
     if bias.ndim != 1 or bias.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}; for this x it must be [{x.shape[-1]}]")
     if bias.device != x.device:
@@ -75,11 +72,11 @@ def _check_approximate(op: str, approximate: str) -> None:
 
 
 def _check_silu(x: Tensor) -> None:
-    check_floating("silu", "x", x)
+    floating("silu", "x", x)
 
 
 def _check_gelu(x: Tensor, approximate: str = "none") -> None:
-    check_floating("gelu", "x", x)
+    floating("gelu", "x", x)
     _check_approximate("gelu", approximate)
 
 
@@ -93,11 +90,11 @@ def _check_geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> None:
 
 
 def _check_sigmoid(x: Tensor) -> None:
-    check_floating("sigmoid", "x", x)
+    floating("sigmoid", "x", x)
 
 
 def _check_relu_squared(x: Tensor) -> None:
-    check_floating("relu_squared", "x", x)
+    floating("relu_squared", "x", x)
 
 
 def _check_add_relu(x: Tensor, y: Tensor) -> None:
@@ -105,14 +102,14 @@ def _check_add_relu(x: Tensor, y: Tensor) -> None:
 
 
 def _check_bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> None:
-    _check_bias("bias_gelu", x, bias)
+    check_bias("bias_gelu", x, bias)
     _check_approximate("bias_gelu", approximate)
 
 
 silu_vjp = Op(reference.silu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"))
 silu = Op(
     reference.silu,
-    fake=_fake,
+    fake=fake_like,
     vjp=silu_vjp,
     outputs=("out",),
     check=_check_silu,
@@ -125,7 +122,7 @@ silu = Op(
 gelu_vjp = Op(reference.gelu_vjp, fake=_fake_vjp, outputs=("dx",), kernels=TRITON, fold=("dout", "x"))
 gelu = Op(
     reference.gelu,
-    fake=_fake,
+    fake=fake_like,
     vjp=gelu_vjp,
     outputs=("out",),
     check=_check_gelu,
@@ -144,7 +141,7 @@ swiglu_vjp = Op(
 )
 swiglu = Op(
     reference.swiglu,
-    fake=_fake,
+    fake=fake_like,
     vjp=swiglu_vjp,
     outputs=("out",),
     check=_check_swiglu,
@@ -164,7 +161,7 @@ geglu_vjp = Op(
 )
 geglu = Op(
     reference.geglu,
-    fake=_fake,
+    fake=fake_like,
     vjp=geglu_vjp,
     outputs=("out",),
     check=_check_geglu,
@@ -184,7 +181,7 @@ sigmoid_vjp = Op(
 )
 sigmoid = Op(
     reference.sigmoid,
-    fake=_fake,
+    fake=fake_like,
     vjp=sigmoid_vjp,
     outputs=("out",),
     check=_check_sigmoid,
@@ -203,7 +200,7 @@ relu_squared_vjp = Op(
 )
 relu_squared = Op(
     reference.relu_squared,
-    fake=_fake,
+    fake=fake_like,
     vjp=relu_squared_vjp,
     outputs=("out",),
     check=_check_relu_squared,
@@ -222,7 +219,7 @@ add_relu_vjp = Op(
 )
 add_relu = Op(
     reference.add_relu,
-    fake=_fake,
+    fake=fake_like,
     vjp=add_relu_vjp,
     outputs=("out",),
     check=_check_add_relu,
@@ -243,7 +240,7 @@ bias_gelu_vjp = Op(
 )
 bias_gelu = Op(
     reference.bias_gelu,
-    fake=_fake,
+    fake=fake_like,
     vjp=bias_gelu_vjp,
     outputs=("out",),
     check=_check_bias_gelu,

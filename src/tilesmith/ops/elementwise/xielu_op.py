@@ -7,13 +7,9 @@ from torch import Tensor
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.elementwise import xielu_reference
-from tilesmith.ops.elementwise.op import check_floating
+from tilesmith.ops.elementwise.op import fake_like
 
 KERNELS = {"triton": "tilesmith.ops.elementwise.triton.xielu"}
-
-
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _fake_vjp(
@@ -25,7 +21,7 @@ def _fake_vjp(
 
 
 def _check(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float, eps: float) -> None:
-    check_floating("xielu", "x", x)
+    floating("xielu", "x", x)
     for name, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
         floating("xielu", name, alpha)
         if alpha.shape != (1,):
@@ -45,7 +41,7 @@ xielu_vjp = Op(
 )
 xielu = Op(
     xielu_reference.xielu,
-    fake=_fake,
+    fake=fake_like,
     vjp=xielu_vjp,
     outputs=("out",),
     check=_check,

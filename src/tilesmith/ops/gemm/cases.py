@@ -6,36 +6,19 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.engine.case import BENCH, BF16, GPU, SMALL, TEST
+from tilesmith.engine.inits import around_one, far_apart, unit_outputs
+from tilesmith.engine.memory import held
 
-BIG = frozenset({"gpu"})
-BF16 = (torch.bfloat16,)
 FP32 = torch.float32
 SMOOTH = ("gelu", "gelu_tanh", "silu")
 LLAMA = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144))  # features, outputs of Llama 3 8B's projections
-
-
-def _unit(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give outputs of unit size."""
-    return torch.randn(*shape, generator=generator, device=device) / max(1, shape[-1]) ** 0.5
-
-
-def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return 1 + 0.1 * torch.randn(*shape, generator=generator, device=device)
 
 
 def _fused_projection(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """The second half of the columns of a wider tensor, rows not packed."""
     wide = torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)
     return wide[..., shape[-1] :]
-
-
-def _far_apart(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 rows more than 2³¹ elements apart."""
-    rows = torch.randn(*shape, generator=generator, device=device).bfloat16()
-    step = 2**31 // max(1, shape[0] - 1) + shape[1]
-    room = torch.empty((shape[0] - 1) * step + shape[1], dtype=torch.bfloat16, device=device)
-    return room.as_strided(tuple(shape), (step, 1)).copy_(rows)
 
 
 def _linear(
@@ -53,7 +36,7 @@ def _linear(
     """Arguments of a linear op. weight: its dtype, and bias's, where it is not x's."""
     shape = (lead,) if isinstance(lead, int) else lead
     args: dict = {"x": T(*shape, features, layout=layout)}
-    args["weight"] = T(outputs, features, dtype=weight, grad=not frozen, init=_unit, layout=weight_layout)
+    args["weight"] = T(outputs, features, dtype=weight, grad=not frozen, init=unit_outputs, layout=weight_layout)
     if bias:
         args["bias"] = T(outputs, dtype=weight)
     return {**args, **options}
@@ -62,7 +45,7 @@ def _linear(
 def _norm(kind: str, lead: tuple[int, ...] | int, features: int, outputs: int, **how: object) -> dict:
     """Arguments of norm_linear with everything that the kind of norm has."""
     args = {**_linear(lead, features, outputs, **how), "kind": kind}
-    args["norm_weight"] = T(features, init=_around_one)
+    args["norm_weight"] = T(features, init=around_one)
     if kind == "layer":
         args["norm_bias"] = T(features)
     return args
@@ -70,7 +53,7 @@ def _norm(kind: str, lead: tuple[int, ...] | int, features: int, outputs: int, *
 
 def _shapes(**options: object) -> list[Case]:
     """Cases of linear and of the ops that have its arguments."""
-    far = {"x": T(3, 40, init=_far_apart), "weight": T(48, 40, init=_unit)}
+    far = {"x": T(3, 40, init=far_apart), "weight": T(48, 40, init=unit_outputs)}
     return [
         Case("small", _linear((2, 5), 24, 17, **options), SMALL),
         Case("several_tiles", _linear(70, 72, 65, **options), SMALL),
@@ -87,12 +70,12 @@ def _shapes(**options: object) -> list[Case]:
         Case("fp32_weight", _linear(12, 24, 17, weight=FP32, **options), TEST),
         Case("bf16_weight", _linear(12, 24, 17, weight=torch.bfloat16, **options), TEST, (torch.float16, *BF16)),
         Case("frozen_weight", _linear(12, 24, 17, frozen=True, **options), SMALL),
-        Case("llama_mlp", _linear(300, 4096, 14336, bias=False, **options), BIG, BF16),
-        Case("odd", _linear((3, 67), 1001, 515, **options), BIG),
-        Case("odd_by_eight", _linear((3, 67), 1000, 520, **options), BIG),
-        Case("one_token", _linear((1, 1), 4096, 6144, **options), BIG, BF16),
-        Case("far_apart", {**far, **options}, BIG, BF16),
-        Case("int64_offsets", _linear(2**17 + 1, 16, 16_392, **options), BIG, BF16),
+        Case("llama_mlp", _linear(300, 4096, 14336, bias=False, **options), GPU, BF16),
+        Case("odd", _linear((3, 67), 1001, 515, **options), GPU),
+        Case("odd_by_eight", _linear((3, 67), 1000, 520, **options), GPU),
+        Case("one_token", _linear((1, 1), 4096, 6144, **options), GPU, BF16),
+        Case("far_apart", {**far, **options}, GPU, BF16),
+        Case("int64_offsets", _linear(2**17 + 1, 16, 16_392, **options), GPU, BF16),
     ]
 
 
@@ -111,7 +94,7 @@ def _activations() -> list[Case]:
         for case in (
             Case(name, _linear(10, 24, 17, activation=name), SMALL),
             Case(f"{name}_no_bias", _linear(10, 24, 16, bias=False, activation=name), TEST),
-            Case(f"{name}_large", _linear((3, 67), 512, 1024, activation=name), BIG),
+            Case(f"{name}_large", _linear((3, 67), 512, 1024, activation=name), GPU),
         )
     ]
 
@@ -142,9 +125,9 @@ CASES: dict[str, list[Case]] = {
         Case("strided", _product(T(2, 3, 16, layout="strided"), T(16, 9, layout="strided")), SMALL),
         Case("transposed", _product(T(6, 16, layout="transposed"), T(16, 9, layout="transposed")), SMALL),
         Case("frozen", _product(T(6, 16), T(16, 9, grad=False)), SMALL),
-        Case("odd", _product(T(201, 1001), T(1001, 515)), BIG),
-        Case("odd_by_eight", _product(T(201, 1000), T(1000, 520)), BIG),
-        Case("far_apart", _product(T(3, 40, init=_far_apart), T(40, 48)), BIG, BF16),
+        Case("odd", _product(T(201, 1001), T(1001, 515)), GPU),
+        Case("odd_by_eight", _product(T(201, 1000), T(1000, 520)), GPU),
+        Case("far_apart", _product(T(3, 40, init=far_apart), T(40, 48)), GPU, BF16),
         *(
             Case(f"bench_{size}", _product(T(size, size), T(size, size)), BENCH, BF16)
             for size in (512, 1024, 2048, 4096, 8192)
@@ -173,8 +156,8 @@ CASES: dict[str, list[Case]] = {
                 Case(f"{kind}_transposed", _norm(kind, 6, 16, 9, layout="transposed"), SMALL),
                 Case(f"{kind}_fp32_weight", _norm(kind, 12, 24, 17, weight=FP32), TEST),
                 Case(f"{kind}_frozen", _norm(kind, 12, 24, 17, frozen=True), SMALL),
-                Case(f"{kind}_odd", _norm(kind, (3, 67), 1001, 515), BIG),
-                Case(f"{kind}_one_token", _norm(kind, (1, 1), 4096, 6144), BIG, BF16),
+                Case(f"{kind}_odd", _norm(kind, (3, 67), 1001, 515), GPU),
+                Case(f"{kind}_one_token", _norm(kind, (1, 1), 4096, 6144), GPU, BF16),
                 Case(f"{kind}_8192x4096_to_6144", _norm(kind, 8192, 4096, 6144, bias=False), BENCH, BF16),
             )
         ),
@@ -182,7 +165,7 @@ CASES: dict[str, list[Case]] = {
         Case("rms_offset", _norm("rms", 7, 24, 17) | {"offset": 1.0, "norm_weight": T(24)}, SMALL),
         Case(
             "layer_far_mean",
-            _norm("layer", 7, 24, 17) | {"x": T(7, 24, init=lambda g, s, d: 30 + _unit(g, s, d))},
+            _norm("layer", 7, 24, 17) | {"x": T(7, 24, init=lambda g, s, d: 30 + unit_outputs(g, s, d))},
             TEST,
         ),
         Case("rms_8192x4096_to_14336", _norm("rms", 8192, 4096, 14336, bias=False), BENCH, BF16),
@@ -196,7 +179,7 @@ CASES: dict[str, list[Case]] = {
         Case("plain", _linear(10, 24, 17), SMALL),
         Case("one_chunk", _linear(10, 24, 17, activation="silu"), SMALL),
         Case("fp32_weight_in_chunks", _linear(12, 24, 17, weight=FP32, activation="silu", chunk_rows=5), TEST),
-        Case("many_chunks", _linear((3, 700), 512, 1024, activation="gelu", chunk_rows=256), BIG),
+        Case("many_chunks", _linear((3, 700), 512, 1024, activation="gelu", chunk_rows=256), GPU),
         *(
             Case(
                 f"gelu_8192x4096_to_14336_by_{rows}",
@@ -231,8 +214,8 @@ CASES["column_sums"] = [
     Case("to_bf16", {"x": T(300, 24), "dtype": "bfloat16"}, SMALL),
     Case("to_fp64", {"x": T(30, 24), "dtype": "float64"}, TEST),
     Case("one_row_repeated", {"x": T(64, 40, init=_shared)}, TEST),
-    Case("far_apart", {"x": T(3, 40, init=_far_apart)}, BIG, BF16),
-    Case("tall", {"x": T(2**20, 64)}, BIG, BF16),
+    Case("far_apart", {"x": T(3, 40, init=far_apart)}, GPU, BF16),
+    Case("tall", {"x": T(2**20, 64)}, GPU, BF16),
     *(
         Case(f"{rows}x{columns}", {"x": T(rows, columns)}, BENCH, BF16)
         for rows, columns in ((16_384, 1024), (16_384, 4096), (12_608, 1024), (16_384, 3072), (8192, 50_304))
@@ -248,8 +231,8 @@ def _lora(
     """Arguments of lora_linear. factors: their dtype; None for x's."""
     return {
         **_linear(lead, features, outputs, bias=bias, frozen=frozen, layout=layout, weight_layout=layout),
-        "lora_a": T(rank, features, dtype=factors, init=_unit, layout=layout),
-        "lora_b": T(outputs, rank, dtype=factors, init=_unit, layout=layout),
+        "lora_a": T(rank, features, dtype=factors, init=unit_outputs, layout=layout),
+        "lora_b": T(outputs, rank, dtype=factors, init=unit_outputs, layout=layout),
         "scale": scale,
     }
 
@@ -275,23 +258,19 @@ CASES["lora_linear"] = [
     Case("strips", _lora(1100, 24, 17, 4, bias=True), SMALL),
     Case("no_weight", _lora((2, 50), 40, 70, 8) | {"weight": None}, SMALL),
     Case("no_weight_no_features", _lora(3, 0, 5, 4) | {"weight": None}, TEST),
-    Case("no_weight_odd", _lora((3, 67), 1001, 515, 13) | {"weight": None}, BIG),
-    Case("odd", _lora((3, 67), 1001, 515, 13), BIG),
-    Case("many_parts", _lora(3, 14_336, 64, 16), BIG),
-    Case("rank_256", _lora((3, 67), 1000, 520, 256), BIG),
-    Case("one_token", _lora((1, 1), 4096, 6144, 16), BIG, BF16),
-    Case("far_apart", _lora(3, 40, 48, 16) | {"x": T(3, 40, init=_far_apart)}, BIG, BF16),
-    Case("int64_offsets", _lora(2**17 + 1, 16, 16_392, 8), BIG, BF16),
+    Case("no_weight_odd", _lora((3, 67), 1001, 515, 13) | {"weight": None}, GPU),
+    Case("odd", _lora((3, 67), 1001, 515, 13), GPU),
+    Case("many_parts", _lora(3, 14_336, 64, 16), GPU),
+    Case("rank_256", _lora((3, 67), 1000, 520, 256), GPU),
+    Case("one_token", _lora((1, 1), 4096, 6144, 16), GPU, BF16),
+    Case("far_apart", _lora(3, 40, 48, 16) | {"x": T(3, 40, init=far_apart)}, GPU, BF16),
+    Case("int64_offsets", _lora(2**17 + 1, 16, 16_392, 8), GPU, BF16),
     *(
         Case(f"{rows}x{features}_to_{outputs}_rank_{rank}", _lora(rows, features, outputs, rank), BENCH, BF16)
         for features, outputs in ((2048, 8192), (4096, 14_336))
         for rows, rank in ((512, 16), (2048, 16), (8192, 16), (8192, 64))
     ),
 ]
-
-
-def _size(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def _rows(x: Tensor) -> int:
@@ -311,12 +290,12 @@ def _flops_recomputed(x: Tensor, weight: Tensor, activation: str, output_mask: S
 
 
 def _bytes_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
-    return _size(x, weight, bias) + _rows(x) * weight.shape[0] * x.element_size()
+    return held(x, weight, bias) + _rows(x) * weight.shape[0] * x.element_size()
 
 
 def _bytes_vjp(dy: Tensor, x: Tensor, weight: Tensor, output_mask: Sequence[bool]) -> int:
-    reads = _size(dy) + _size(weight) * output_mask[0] + _size(x) * output_mask[1]
-    return reads + _size(x) * output_mask[0] + _size(weight) * output_mask[1]
+    reads = held(dy) + held(weight) * output_mask[0] + held(x) * output_mask[1]
+    return reads + held(x) * output_mask[0] + held(weight) * output_mask[1]
 
 
 def _size_of(*tensors: Tensor | None) -> int:
@@ -325,7 +304,7 @@ def _size_of(*tensors: Tensor | None) -> int:
 
 def _bytes_lora(x: Tensor, weight: Tensor | None, lora_a: Tensor, lora_b: Tensor) -> int:
     outputs = _rows(x) * lora_b.shape[0] * x.element_size()
-    return _size(x, weight, lora_a, lora_b) + outputs + 4 * _rows(x) * lora_a.shape[0]
+    return held(x, weight, lora_a, lora_b) + outputs + 4 * _rows(x) * lora_a.shape[0]
 
 
 flops = {
@@ -348,15 +327,15 @@ flops = {
 bytes_moved = {
     "lora_linear": _bytes_lora,
     "lora_linear_vjp": lambda x, weight, lora_a, lora_b, output_mask: (
-        _bytes_lora(x, weight, lora_a, lora_b) + _size(x, lora_a, lora_b) + _size(weight) * output_mask[1]
+        _bytes_lora(x, weight, lora_a, lora_b) + held(x, lora_a, lora_b) + held(weight) * output_mask[1]
     ),
-    "column_sums": lambda x: _size(x),
-    "matmul": lambda a, b: _size(a, b) + _rows(a) * b.shape[1] * a.element_size(),
-    "matmul_vjp": lambda dy, a, b, output_mask: _size(dy) + sum(2 * _size(t) for t, w in zip((a, b), output_mask) if w),
+    "column_sums": lambda x: held(x),
+    "matmul": lambda a, b: held(a, b) + _rows(a) * b.shape[1] * a.element_size(),
+    "matmul_vjp": lambda dy, a, b, output_mask: held(dy) + sum(2 * held(t) for t, w in zip((a, b), output_mask) if w),
     "linear": _bytes_linear,
     "linear_vjp": _bytes_vjp,
     "linear_act": _bytes_linear,
-    "linear_act_vjp": lambda dy, x, weight, output_mask: _bytes_vjp(dy, x, weight, output_mask) + _size(dy),
+    "linear_act_vjp": lambda dy, x, weight, output_mask: _bytes_vjp(dy, x, weight, output_mask) + held(dy),
     "norm_linear": _bytes_linear,
     "norm_linear_vjp": _bytes_vjp,
     "memory_efficient_linear": _bytes_linear,

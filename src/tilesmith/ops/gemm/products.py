@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import torch_private
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.ops.gemm.reference import FROM_OUTPUT, flat
 from tilesmith.ops.gemm.sums_op import column_sums
 
@@ -100,7 +101,7 @@ def gradients(
 
 def bias_gradient(dz: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over rows, in fp32 at least, rounded once to `dtype`."""
-    return column_sums(dz, str(dtype)[6:])
+    return column_sums(dz, dtype_name(dtype))
 
 
 def weight_gradient(dz: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+from tilesmith.engine.arguments import dtype_name
+
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 def column_sums(x: Tensor, dtype: str = "") -> Tensor:

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import floating
+from tilesmith.engine.argument_checks import INTEGERS, floating
 from tilesmith.ops.loss.arguments import linear_cross_entropy_arguments
 
-INTEGERS = (torch.int32, torch.int64)
 REDUCTIONS = ("mean", "sum", "none")
 MODES = ("", "keep", "chunks", "recompute")
 

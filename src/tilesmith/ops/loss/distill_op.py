@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import floating
+from tilesmith.engine.argument_checks import INTEGERS, floating
 from tilesmith.ops.loss import distill_reference as reference
 from tilesmith.ops.loss import distill_sharding as sharding
 from tilesmith.ops.loss import fakes
-from tilesmith.ops.loss.checks import INTEGERS, check_ignored
+from tilesmith.ops.loss.checks import check_ignored
 from tilesmith.ops.loss.distill_arguments import (
     jsd_vjp_arguments,
     kl_div_vjp_arguments,

@@ -21,7 +21,7 @@ def kl_div(x: Tensor, target: Tensor, reduction: str = "mean", log_target: bool 
     eps is not used). Either may have a gradient, in its own dtype. Computed in fp32 (fp64 for fp64), which is also the
     result's dtype.
 
-    Raises TypeError and ValueError for arguments of another form than said here.
+    Raises TypeError and ValueError for arguments other than described here.
 
     Source: Kullback and Leibler, On Information and Sufficiency (1951).
     """
@@ -75,7 +75,7 @@ def jsd(
     number of rows that count (1 at least), "mean" by V times that. Either tensor may have a gradient, in its own dtype.
     Computed in fp32 (fp64 for fp64), which is also the result's dtype.
 
-    Raises TypeError and ValueError for arguments of another form than said here. Saved beside the loss: the number of
+    Raises TypeError and ValueError for arguments other than described here. Saved beside the loss: the number of
     rows that count, empty without labels.
     """
     a, b = _wide(x, target)
@@ -227,7 +227,7 @@ def linear_distillation(
 
     Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649.
 
-    Raises TypeError and ValueError for arguments of another form than said here, naming the argument.
+    Raises TypeError and ValueError for arguments other than described here, naming the argument.
 
     For kernels: grad_mask as in `linear_cross_entropy`.
     """
@@ -274,8 +274,8 @@ def linear_distillation_vjp(
     output_mask: Sequence[bool],
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where there are such: in
-    place with `overwrite`.
+    """Gradients (dx, dweight, dbias) of `linear_distillation`; the forward's own times dloss, where it computed them:
+    in place with `overwrite`.
 
     dloss: a scalar; dparts: [2]; either may be None (zeros). x_grad, weight_grad, bias_grad: what the forward saved, or
     empty. All else: its arguments. Where dparts is given, the gradients come from logits that are computed again.

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import attributed_to, floating
+from tilesmith.engine.argument_checks import INTEGERS, attributed_to, floating
 from tilesmith.ops.loss import fakes, sharded
 from tilesmith.ops.loss import preference_reference as reference
 from tilesmith.ops.loss.arguments import linear_preference_arguments, linear_preference_vjp_arguments
-from tilesmith.ops.loss.checks import INTEGERS, check_ignored
+from tilesmith.ops.loss.checks import check_ignored
 from tilesmith.ops.loss.formulas import FORMULAS
 from tilesmith.ops.loss.op import LossWithGradients, linear_cross_entropy
 from tilesmith.ops.loss.reference import saved_dtype

@@ -54,7 +54,7 @@ def linear_preference(
     captured, under torch.compile, and under saved-tensor hooks, as in checkpointing.
 
     A gradient through log_probs costs the product of the logits again in any case. Labels are checked on a CPU only, as
-    in `cross_entropy`. Raises TypeError and ValueError for arguments of another form than said here.
+    in `cross_entropy`. Raises TypeError and ValueError for arguments other than described here.
 
     For kernels: grad_mask as in `linear_cross_entropy`.
     """

@@ -55,8 +55,8 @@ def cross_entropy(
     int64 or int32. weight: [V], floating; it receives no gradient. label_smoothing: 0 to 1. z_loss, softcap: 0 or more.
 
     Returns the loss, a scalar, or [...] for "none": fp32 (fp64 for fp64 logits), where torch's function returns logits'
-    dtype. The loss of a model that `optimize` changed keeps the dtype that torch's has there. The gradient has logits'
-    shape and dtype and is contiguous.
+    dtype. The loss of a model that `optimize` changed keeps the dtype of torch's loss. The gradient has logits' shape
+    and dtype and is contiguous.
 
     Raises ValueError on a CPU for a label outside 0 … V − 1 that is not ignore_index; on other devices, where checking
     would wait for the device, such a token's loss and gradient are NaN. Raises TypeError and ValueError for arguments

@@ -1,13 +1,11 @@
 """What the arguments of the moe family must be, said before anything is computed."""
 
-import torch
 from torch import Tensor
 
-from tilesmith.engine.argument_checks import alike, floating, one_device
+from tilesmith.engine.argument_checks import INTEGERS, alike, floating, one_device
 from tilesmith.ops.moe.reference import ACTIVATIONS, GATED
 from tilesmith.ops.moe.route_reference import GROUP_SCORES, SCORES
 
-INTEGERS = frozenset({torch.int32, torch.int64})
 LARGEST = 2**31 - 1
 
 

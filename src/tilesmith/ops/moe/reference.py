@@ -115,8 +115,8 @@ def experts_vjp(
 
     dy: [..., C]. pre: [S, N], the pre-activations in the order of experts, pairs of one expert in the order of tokens;
     rows of pairs without an expert come last and are 0. The activation is computed again from it. The gradient of the
-    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype, and so is what
-    is of an adapter's rank. dgate_up and ddown have the strides of torch.empty_like(gate_up) and of
+    pre-activation, the weighted activation and the gradient of each pair's x are rounded to x's dtype, and so are
+    tensors of an adapter's rank. dgate_up and ddown have the strides of torch.empty_like(gate_up) and of
     torch.empty_like(down), the others are contiguous.
     """
     acc, dtype = _acc(x), x.dtype

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, far_heads, tokens_first
+from tilesmith.engine.case import BENCH, GPU, SMALL
+from tilesmith.engine.inits import far_heads, tokens_first
 from tilesmith.ops.rotary import norm_cases
 from tilesmith.ops.rotary.norm_cases import normed
 

@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.inits import around_one
+from tilesmith.engine.memory import held
 
 
 def normed(name: str, rope_args: dict, tags: frozenset[str], *, weights: str = "both", **options: object) -> Case:
     """A case of rms_norm_rope from the arguments of one of rope. weights: "both", "q", or "" for none; options may set
     `weight_dtype` and `frozen` (weights ask for no gradient)."""
     q, k = rope_args["q"], rope_args["k"]
-    how = {"dtype": options.pop("weight_dtype", None), "grad": not options.pop("frozen", False), "init": _around_one}
+    how = {"dtype": options.pop("weight_dtype", None), "grad": not options.pop("frozen", False), "init": around_one}
     row = options.get("norm_dim") == "row"
 
     def weight(x: T | None, wanted: bool) -> T | None:
@@ -22,20 +24,12 @@ def normed(name: str, rope_args: dict, tags: frozenset[str], *, weights: str = "
     return Case(name, {"q": q, "k": k, **both, **rest, **options}, tags, **dtypes)
 
 
-def _around_one(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
-
-
-def _states(x: Tensor | None) -> int:
-    return 0 if x is None else x.numel() * x.element_size()
-
-
 def _angles(cos: Tensor, tokens: int) -> int:
     """cos and sin read once, as many of their rows as a row of the batch has tokens."""
     return 2 * cos.shape[-1] * cos.element_size() * min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.ndim == 3 else 1)
 
 
 bytes_moved = {
-    "rms_norm_rope": lambda q, k, cos: 2 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]),
-    "rms_norm_rope_vjp": lambda q, k, cos: 3 * (_states(q) + _states(k)) + _angles(cos, q.shape[2]),
+    "rms_norm_rope": lambda q, k, cos: 2 * held(q, k) + _angles(cos, q.shape[2]),
+    "rms_norm_rope_vjp": lambda q, k, cos: 3 * held(q, k) + _angles(cos, q.shape[2]),
 }

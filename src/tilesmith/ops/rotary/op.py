@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Op
-from tilesmith.engine.argument_checks import floating
+from tilesmith.engine.argument_checks import INTEGERS, floating
 from tilesmith.engine.sharding import spread
 from tilesmith.engine.tracing import small
 from tilesmith.ops.rotary import reference
-
-INTEGERS = (torch.int32, torch.int64)
 
 
 def _fake(

@@ -11,19 +11,12 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import GPU, SMALL, TEST, Init, far_heads, tokens_first
+from tilesmith.engine.case import GPU, HALF, SMALL, TEST, TIMED, UNCHECKED, Init
+from tilesmith.engine.inits import dropout_seed, far_heads, int32s, tokens_first
 from tilesmith.ops.attn.cases import decode as decode_cases
 from tilesmith.ops.attn.cases import fp8 as fp8_cases
 from tilesmith.ops.attn.cases.groups import UNEVEN_GROUPS
 from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
-
-BENCH = frozenset({"bench", "tune"})  # their fp64 oracles would not fit a GPU
-TIMED = frozenset({"bench"})
-HALF = (torch.float16, torch.bfloat16)
-
-
-def _given(*values: int) -> Init:
-    return lambda generator, shape, device: torch.tensor(values, dtype=torch.int32, device=device).view(*shape)
 
 
 def _apart(*values: float) -> Init:
@@ -106,8 +99,8 @@ def _listed(
         long = len(lists) // (batch * heads)
         starts = [ends[first : first + long + 1] for first in range(0, len(lists), long)]
         offsets, indices = tuple(x for row in starts for x in row), tuple(j for row in lists for j in row)
-        args[f"block_offsets{end}"] = T(batch, heads, long + 1, dtype=torch.int32, init=_given(*offsets))
-        args[f"block_indices{end}"] = T(len(indices), dtype=torch.int32, init=_given(*indices))
+        args[f"block_offsets{end}"] = T(batch, heads, long + 1, dtype=torch.int32, init=int32s(*offsets))
+        args[f"block_indices{end}"] = T(len(indices), dtype=torch.int32, init=int32s(*indices))
     return args
 
 
@@ -133,10 +126,10 @@ def attend(
     }
     for name in [n for n in ("kv_lengths", "prefix_lengths") if n in options]:
         values = options.pop(name)
-        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+        args[name] = T(len(values), dtype=torch.int32, init=int32s(*values))
     for name in [n for n in ("cu_seqlens_q", "cu_seqlens_k") if n in options]:
         values = (0, *accumulate(options.pop(name)))
-        args[name] = T(len(values), dtype=torch.int32, init=_given(*values))
+        args[name] = T(len(values), dtype=torch.int32, init=int32s(*values))
     if "mask" in options:
         args["mask"] = T(*options.pop("mask"), dtype=torch.bool, init=_kept(0.7))
     if "bias" in options:
@@ -152,7 +145,7 @@ def attend(
     if "lists" in options:
         args |= _listed(tokens, keys, *options.pop("lists"))
     if options.get("dropout_p"):
-        args["seed"] = T(2, dtype=torch.int64, init=lambda g, s, device: torch.tensor([2**40 + 7, -5], device=device))
+        args["seed"] = T(2, dtype=torch.int64, init=dropout_seed)
     return {**args, **options}
 
 
@@ -481,23 +474,24 @@ ATTENTION = [
     Case("far", attend(1, 2, 2, 200, 200, 64, init=far_heads, causal=True), GPU, (torch.bfloat16,)),
     *(
         Case(f"d{dim}_{tokens // 1024}k{name}", _train(16384 // tokens, tokens, 2048 // dim, dim, causal=causal),
-             BENCH, HALF)
+             UNCHECKED, HALF)
         for dim in (64, 128, 256) for tokens in (1024, 4096, 16384) for name, causal in (("", False), ("_causal", True))
     ),
     *(
-        Case(f"mla_{tokens // 1024}k_causal", _train(1, tokens, 16, 192, dim_v=128, causal=True), BENCH, HALF)
+        Case(f"mla_{tokens // 1024}k_causal", _train(1, tokens, 16, 192, dim_v=128, causal=True), UNCHECKED, HALF)
         for tokens in (2048, 4096, 8192, 16384)
     ),
     *(
-        Case(f"d512_{tokens // 1024}k_causal", _train(1, tokens, 8, 512, kv_heads=2, causal=True), BENCH, HALF)
+        Case(f"d512_{tokens // 1024}k_causal", _train(1, tokens, 8, 512, kv_heads=2, causal=True), UNCHECKED, HALF)
         for tokens in (4096, 8192, 16384)
     ),
-    Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), BENCH, HALF),
-    Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), BENCH, HALF),
-    Case("gpt_oss_window", _train(1, 16384, 64, 64, kv_heads=8, causal=True, window_left=127, sinks=True), BENCH, HALF),
-    Case("gemma_softcap", _train(1, 8192, 16, 256, kv_heads=8, causal=True, softcap=50.0), BENCH, HALF),
+    Case("llama_4k", _train(2, 4096, 32, 128, kv_heads=8, causal=True), UNCHECKED, HALF),
+    Case("llama_window_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, window_left=4096), UNCHECKED, HALF),
+    Case("gpt_oss_window", _train(1, 16384, 64, 64, kv_heads=8, causal=True, window_left=127, sinks=True), UNCHECKED,
+         HALF),
+    Case("gemma_softcap", _train(1, 8192, 16, 256, kv_heads=8, causal=True, softcap=50.0), UNCHECKED, HALF),
     Case("packed_16k", _train(1, 16384, 32, 128, kv_heads=8, causal=True, cu_seqlens_q=(9000, 500, 84, 5000, 1800),
-                              cu_seqlens_k=(9000, 500, 84, 5000, 1800)), BENCH, HALF),
+                              cu_seqlens_k=(9000, 500, 84, 5000, 1800)), UNCHECKED, HALF),
     *(
         Case(f"window_128_32k_d{dim}", _train(1, 32768, 2048 // dim, dim, causal=True, window_left=127), TIMED, HALF)
         for dim in (64, 128)
@@ -518,8 +512,8 @@ ATTENTION = [
         for of, dim, share in (("", 128, 0.25), ("_eighth", 128, 0.12), ("_d64", 64, 0.25))
         for name, causal in (("", False), ("_causal", True))
     ),
-    Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), BENCH, HALF),
-    Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), BENCH, HALF),
+    Case("bias_2k", _train(2, 2048, 16, 64, bias=(1, 16, 2048, 2048)), UNCHECKED, HALF),
+    Case("dropout_4k", _train(4, 4096, 16, 128, causal=True, dropout_p=0.1), UNCHECKED, HALF),
 ]  # fmt: skip
 
 

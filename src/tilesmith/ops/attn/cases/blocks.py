@@ -7,26 +7,13 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
+from tilesmith.engine.case import FP32, GPU, SMALL, TEST, TIMED
+from tilesmith.engine.inits import int32s
+from tilesmith.engine.memory import held
 from tilesmith.ops.attn.block_pattern_reference import PATTERNS, row_budget
+from tilesmith.ops.attn.cases.draws import row_lse
 
-TEST = frozenset({"test"})
-SMALL = frozenset({"test", "interpret"})
-GPU = frozenset({"gpu"})
-BENCH = frozenset({"bench"})
 HALF = (torch.bfloat16, torch.float16)
-FP32 = (torch.float32,)
-
-
-def _lse(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Logarithms of sums of a few ordinary scores; the last row's last one is that of a row which sees nothing."""
-    lse = 2.0 + torch.rand(shape, generator=generator, device=device)
-    if lse.numel() > 1:
-        lse.view(-1)[-1] = float("-inf")
-    return lse
-
-
-def _given(*values: int):
-    return lambda generator, shape, device: torch.tensor(values, dtype=torch.int32, device=device).view(*shape)
 
 
 def _ascending(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -85,7 +72,7 @@ def _pair_alone(*sizes: int, **options) -> dict:
 
 def _weigh(*sizes: int, lists: dict | None = None, **options) -> dict:
     pair = _pair_alone(*sizes, **options)
-    lse = T(*sizes[:2], sizes[3], dtype=torch.float32, init=_lse, grad=False)
+    lse = T(*sizes[:2], sizes[3], dtype=torch.float32, init=row_lse, grad=False)
     return {"q": pair.pop("q"), "k": pair.pop("k"), "lse": lse, **(lists or {}), **pair}
 
 
@@ -103,8 +90,8 @@ def _lists_of(*heads: Sequence[tuple[int, ...]]) -> dict:
     starts = [end for head in range(len(heads)) for end in ends[head * rows : (head + 1) * rows + 1]]
     indices = [column for head in heads for row in head for column in row]
     return {
-        "offsets": T(1, len(heads), rows + 1, dtype=torch.int32, init=_given(*starts)),
-        "indices": T(len(indices), dtype=torch.int32, init=_given(*indices)),
+        "offsets": T(1, len(heads), rows + 1, dtype=torch.int32, init=int32s(*starts)),
+        "indices": T(len(indices), dtype=torch.int32, init=int32s(*indices)),
     }
 
 
@@ -128,8 +115,8 @@ def _scored(build, **more: int) -> list[Case]:
         Case("fp32_tiles", build(1, 4, 2, 260, 300, 128, causal=True, **large), GPU, FP32),
         Case("causal_ends", build(1, 2, 1, 70, 75, 16, causal=True, **small), SMALL),
         Case("means", build(1, 4, 1, 1100, 1100, 64, causal=True, **small), GPU, HALF),
-        Case("means_64k", build(1, 4, 1, 8192, 8192, 64, causal=True, **small), BENCH, HALF),
-        Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), BENCH, HALF),
+        Case("means_64k", build(1, 4, 1, 8192, 8192, 64, causal=True, **small), TIMED, HALF),
+        Case("index_64k", build(1, 4, 1, 65536, 65536, 64, causal=True, **large), TIMED, HALF),
     ]
 
 
@@ -177,7 +164,7 @@ def _mass_cases() -> list[Case]:
         Case("listed_tiles", _weigh(1, 8, 2, 600, 600, 128, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_wide", _weigh(1, 4, 2, 600, 600, 256, lists=_near_lists(2, 5), causal=True), GPU, HALF),
         Case("listed_fp32", _weigh(1, 4, 2, 600, 700, 128, lists=_near_lists(2, 5)), GPU, FP32),
-        Case("pooled_64k", _weigh(1, 16, 16, 4096, 4096, 128, **pooled), BENCH, HALF),
+        Case("pooled_64k", _weigh(1, 16, 16, 4096, 4096, 128, **pooled), TIMED, HALF),
     ]
 
 
@@ -191,7 +178,7 @@ def _select(*shape: int, init=None, counts=_some, visible=_ascending, **options)
 def _all_visible(rows: int, columns: int) -> dict:
     """Without causality: a row sees all columns, and its own one is the row's number."""
     ends = T(rows, dtype=torch.int32, init=_ascending)
-    return {"visible": _given(*[columns] * rows), "ends": ends}
+    return {"visible": int32s(*[columns] * rows), "ends": ends}
 
 
 def _shared_out() -> list[Case]:
@@ -220,7 +207,7 @@ def _shared_out() -> list[Case]:
         Case(
             "sampled_32k",
             _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True, query_stretches=2, query_stride=8, key_stride=4),
-            BENCH,
+            TIMED,
             HALF,
         ),
         Case("no_keys", _pair_alone(1, 2, 2, 7, 0, 16, **blocks), TEST),
@@ -229,7 +216,7 @@ def _shared_out() -> list[Case]:
         Case("tiles", _pair_alone(1, 4, 2, 3000, 3000, 128, causal=True), GPU, HALF),
         Case("wide_tiles", _pair_alone(1, 2, 1, 2000, 2600, 256), GPU, HALF),
         Case("fp32_tiles", _pair_alone(1, 4, 2, 1500, 1500, 128, causal=True), GPU, FP32),
-        Case("heads_32k", _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True), BENCH, HALF),
+        Case("heads_32k", _pair_alone(1, 16, 16, 32768, 32768, 128, causal=True), TIMED, HALF),
     ]
 
 
@@ -260,7 +247,7 @@ CASES: dict[str, list[Case]] = {
     "block_select": [
         Case("best", _select(2, 2, 9, 9), SMALL),
         Case("forced", _select(1, 2, 12, 12, first=1, last=2), SMALL),
-        Case("by_mass", _select(1, 2, 12, 12, init=_shares, visible=_given(*[12] * 12), mass=0.6, last=1), SMALL, FP32),
+        Case("by_mass", _select(1, 2, 12, 12, init=_shares, visible=int32s(*[12] * 12), mass=0.6, last=1), SMALL, FP32),
         Case("forced_by_mass", _select(1, 2, 12, 12, init=_shares, mass=0.4, first=2, last=3), SMALL, FP32),
         Case("no_shares", _select(1, 1, 9, 9, init=_no_shares, mass=0.9, first=1, last=1), SMALL),
         Case("around_the_diagonal", _select(2, 1, 12, 14, **_all_visible(12, 14), first=1, last=2), SMALL),
@@ -271,12 +258,12 @@ CASES: dict[str, list[Case]] = {
             FP32,
         ),
         Case("tied", _select(1, 1, 20, 20, init=_tied), SMALL),
-        Case("none_and_all", _select(1, 1, 3, 5, counts=_given(0, 9, 2), visible=_given(3, 9, 0)), SMALL),
-        Case("more_columns", _select(1, 1, 4, 33, visible=_given(30, 31, 32, 33), first=2), SMALL),
+        Case("none_and_all", _select(1, 1, 3, 5, counts=int32s(0, 9, 2), visible=int32s(3, 9, 0)), SMALL),
+        Case("more_columns", _select(1, 1, 4, 33, visible=int32s(30, 31, 32, 33), first=2), SMALL),
         Case("transposed", {**_select(1, 2, 7, 7), "scores": T(1, 2, 7, 7, layout="transposed", grad=False)}, SMALL),
         Case("no_columns", _select(1, 1, 3, 0), TEST),
         Case("rows_of_512", _select(2, 2, 512, 512, first=1, last=2), GPU, FP32),
-        Case("shares_of_512", _select(1, 4, 512, 512, init=_shares, mass=0.9), BENCH, FP32),
+        Case("shares_of_512", _select(1, 4, 512, 512, init=_shares, mass=0.9), TIMED, FP32),
     ],
     "block_lists": [
         Case("square", {"keep": T(2, 2, 7, 7, dtype=torch.bool, init=_kept), "room": 196}, SMALL),
@@ -301,10 +288,6 @@ CASES: dict[str, list[Case]] = {
 }  # fmt: skip
 
 
-def _held(*tensors: Tensor) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
-
-
 def _plane(q: Tensor, k: Tensor, causal: bool = False) -> int:
     return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] // (2 if causal and q.shape[2] == k.shape[2] else 1)
 
@@ -321,13 +304,13 @@ flops = {
 }
 
 bytes_moved = {
-    "block_scores": lambda q, k, block_q, block_k: _held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
-    "block_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
-    "block_max_scores": lambda q, k, block_q, block_k: _held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
-    "block_max_scores_vjp": lambda q, k, block_q, block_k: 2 * _held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
-    "block_mass": lambda q, k, lse, block_q, block_k: _held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_scores": lambda q, k, block_q, block_k: held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_scores_vjp": lambda q, k, block_q, block_k: 2 * held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
+    "block_max_scores": lambda q, k, block_q, block_k: held(q, k) + 4 * _plane(q, k) // (block_q * block_k),
+    "block_max_scores_vjp": lambda q, k, block_q, block_k: 2 * held(q, k) + 8 * _plane(q, k) // (block_q * block_k),
+    "block_mass": lambda q, k, lse, block_q, block_k: held(q, k, lse) + 4 * _plane(q, k) // (block_q * block_k),
     "block_shares": lambda q, k, block, query_stride, key_stride: (
-        _held(q) // query_stride + _held(k) // key_stride + 4 * _plane(q, k) // block**2
+        held(q) // query_stride + held(k) // key_stride + 4 * _plane(q, k) // block**2
     ),
     "block_select": lambda scores: scores.numel() * (scores.element_size() + 1),
     "block_lists": lambda keep, room: 2 * keep.numel() + 8 * room,

@@ -7,18 +7,9 @@ from torch import Tensor
 
 from tilesmith.engine import Case, T
 from tilesmith.engine.case import BENCH, SMALL
+from tilesmith.ops.attn.cases.draws import normal, row_lengths
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def _lengths(*values: int):
-    """Token counts for the rows, repeated from `values`."""
-
-    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        repeats = -(-shape[0] // len(values))
-        return torch.tensor(values * repeats, device=device)[: shape[0]].int()
-
-    return init
 
 
 def _pages(num_pages: int):
@@ -31,11 +22,6 @@ def _pages(num_pages: int):
         return table.view(*shape).to(device)
 
     return init
-
-
-def _normal(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Normal numbers in fp32; torch draws none in 8 bits."""
-    return torch.randn(tuple(shape), generator=generator, device=generator.device).to(device)
 
 
 def _factors(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -78,14 +64,14 @@ def _append(
     is given. positions None: angles by token. small: an 8-bit dtype of the cache. scales: how many factors of keys and
     of values there are."""
     num_pages = batch * pages + 1
-    kind = {"grad": False, "layout": layout, "dtype": small, "init": "normal" if small is None else _normal}
+    kind = {"grad": False, "layout": layout, "dtype": small, "init": "normal" if small is None else normal}
     dims = {"k": dim, "v": dim if dim_v is None else dim_v}
     caches = {f"{name}_cache": T(num_pages if pages else batch, kv_heads, slots, n, **kind) for name, n in dims.items()}
     new = {name: T(batch, kv_heads, tokens, n, grad=False, layout=layout) for name, n in dims.items()}
     q_tokens = tokens if q_tokens is None else q_tokens
     angles = (batch, max(tokens, q_tokens), rotated // 2) if positions is None else (positions, rotated // 2)
     args: dict = {**caches, **new}
-    args["lengths"] = T(batch, dtype=torch.int32, grad=False, init=_lengths(*lengths))
+    args["lengths"] = T(batch, dtype=torch.int32, grad=False, init=row_lengths(*lengths))
     args["q"] = T(batch, q_heads, q_tokens, dim, grad=False, layout=layout) if q_heads else None
     args["cos"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.cos)) if rotated else None
     args["sin"] = T(*angles, dtype=angle_dtype, grad=False, init=_angles(torch.sin)) if rotated else None

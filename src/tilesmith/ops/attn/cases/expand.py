@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, Init, far_heads, tokens_first
+from tilesmith.engine.case import BENCH, GPU, SMALL, Init
+from tilesmith.engine.inits import far_heads, tokens_first
 
 
 def _expand(

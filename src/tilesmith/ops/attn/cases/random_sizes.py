@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import tokens_first
+from tilesmith.engine.inits import tokens_first
 from tilesmith.ops.attn.cases.attention import attend
 from tilesmith.ops.attn.visibility import visibility
 

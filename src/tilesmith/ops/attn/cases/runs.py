@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import SMALL, Init, tokens_first
-
-BENCH = frozenset({"bench", "tune"})
-HALF = (torch.bfloat16,)
+from tilesmith.engine.case import BF16, SMALL, UNCHECKED, Init
+from tilesmith.engine.inits import tokens_first
+from tilesmith.engine.memory import held
 
 
 def _copy(
@@ -60,10 +59,10 @@ COPY = [
     Case("empty_runs", _copy(1, 2, 8, 16, places=8, runs=(0, 0, 0, 2, 3, 4, 8, 8, 0)), SMALL),
     Case("no_runs", _copy(1, 2, 8, 16, places=8, runs=()), SMALL),
     Case("no_tokens", _copy(1, 2, 0, 16, places=0, runs=(0, 0, 0)), SMALL),
-    Case("span", _copy(1, 16, 8192, 128, places=8192, runs=(0, 0, 8192)), BENCH, HALF),
+    Case("span", _copy(1, 16, 8192, 128, places=8192, runs=(0, 0, 8192)), UNCHECKED, BF16),
     Case(
         "documents", _copy(1, 16, 32768, 128, places=32768, runs=(0, 0, 2048, 9000, 9000, 3000, 24000, 24000, 7000)),
-        BENCH, HALF,
+        UNCHECKED, BF16,
     ),
 ]  # fmt: skip
 
@@ -76,7 +75,7 @@ ADD = [
     Case("strided", _add(1, 2, 20, 16, came=5, runs=(0, 1, 5), layout="strided"), SMALL),
     Case("nothing_came", _add(1, 2, 20, 16, came=0, runs=()), SMALL),
     Case("no_tokens", _add(1, 2, 0, 16, came=0, runs=(0, 0, 0)), SMALL),
-    Case("last_stage", _add(1, 16, 8192, 128, came=4096, runs=(0, 0, 4096)), BENCH, (torch.float32,)),
+    Case("last_stage", _add(1, 16, 8192, 128, came=4096, runs=(0, 0, 4096)), UNCHECKED, (torch.float32,)),
 ]
 
 CASES = {"add_runs": ADD, "copy_runs": COPY}
@@ -91,7 +90,7 @@ def _copied(a: Tensor, b: Tensor, runs: Sequence[int]) -> int:
 def _added(a: Tensor, b: Tensor, into_a: Tensor, into_b: Tensor, runs: Sequence[int]) -> int:
     """The sums and what is added read once, the results written once."""
     line = a.shape[3] * a.element_size() + b.shape[3] * b.element_size()
-    whole = sum(x.numel() * x.element_size() for x in (a, b, into_a, into_b))
+    whole = held(a, b, into_a, into_b)
     return whole + a.shape[0] * a.shape[1] * sum(runs[2::3]) * line
 
 

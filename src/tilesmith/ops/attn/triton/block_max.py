@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.rows import unit_stride
 from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.attn.triton.block_choice import listed
 from tilesmith.ops.attn.triton.blocks import (
@@ -27,7 +28,6 @@ from tilesmith.ops.attn.triton.blocks import (
     tile_of,
     tile_products,
     tile_size,
-    unit_stride,
 )
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.rows import unit_stride
 from tilesmith.device.triton.column_sums import chained
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.attn.reference import scale_of
@@ -226,7 +227,7 @@ class _Means(NamedTuple):
 
 def _means(q: Tensor, k: Tensor, stretches: tuple[int, int], strides: tuple[int, int]) -> _Means:
     """Means over stretches of queries and keys, of each so-manyth token."""
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = map(unit_stride, (q, k))
     dim = q.shape[3]
     q_means, k_means = (x.new_empty(*x.shape[:2], cdiv(x.shape[2], n), dim) for x, n in zip((q, k), stretches))
     tiles = [cdiv(x.shape[2], MEANS) * x.shape[0] * x.shape[1] for x in (q_means, k_means)]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.rows import unit_stride
 from tilesmith.engine import cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.attn.reference import scale_of
 from tilesmith.ops.attn.triton.block_choice import listed
@@ -380,10 +381,6 @@ def _listed_mass_kernel(
         column = tl.load(indices_ptr + entry, mask=entry < end, other=0)
         out = mass_ptr + (kv_row * rows + block) * columns + column
         tl.store(out, tl.sum(sums, 1) / count, mask=entry < end)
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def launch_arguments(

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.device.rows import unit_stride
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.attn.reference import scale_of
 
@@ -243,17 +244,13 @@ def _shared(q: Tensor, k: Tensor, scale: float | None, causal: bool, config: Sco
     }  # fmt: skip
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @register_kernel("attention_weights", backend="triton", rank=20, rejects=_reasons)
 @optimize_kernel(space=WEIGHTS_SPACE)
 def attention_weights(
     q: Tensor, k: Tensor, lse: Tensor, scale: float | None = None, causal: bool = False, *, config: ScoresConfig
 ) -> Tensor:
     """One CTA for each tile of the result."""
-    q, k = _unit(q), _unit(k)
+    q, k = unit_stride(q), unit_stride(k)
     weights = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
     if weights.numel() > 0:
         tiles = cdiv(q.shape[2], config.block_m) * cdiv(k.shape[2], config.block_n)
@@ -278,7 +275,7 @@ def attention_weights_vjp(
     config: ScoresConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One CTA for each tile of rows writes dq and dlse, one for each tile of keys dk."""
-    q, k, lse = _unit(q), _unit(k), lse.contiguous()
+    q, k, lse = unit_stride(q), unit_stride(k), lse.contiguous()
     wants_q, wants_k, wants_lse = output_mask
     dq = torch.empty(q.shape if wants_q else (0,), dtype=q.dtype, device=q.device)
     dk = torch.empty(k.shape if wants_k else (0,), dtype=k.dtype, device=q.device)
@@ -304,7 +301,7 @@ def attention_stats(
     q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, *, config: ScoresConfig
 ) -> tuple[Tensor, Tensor]:
     """One CTA for each tile of rows."""
-    q, k = _unit(q), _unit(k)
+    q, k = unit_stride(q), unit_stride(k)
     m, l = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     if m.numel() > 0:
         launch(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL, TEST
+from tilesmith.engine.inits import far_rows
 
-HALVES = (torch.float16, torch.bfloat16)
 ROWS = (
     (131_072, 1024), (16_384, 4096), (16_384, 8192), (8192, 16_384), (4096, 32_768), (2048, 65_536), (1024, 131_072),
 )  # fmt: skip
@@ -78,7 +78,7 @@ def _biased(**options: object) -> list[Case]:
         Case("no_bias", {"x": T(6, 33), "bias": None} | options, SMALL),
         Case("frozen_bias", args(6, 40) | {"bias": T(40, grad=False)}, SMALL),
         Case("only_bias_trains", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
-        Case("fp32_bias", args(6, 40) | {"bias": T(40, dtype=torch.float32)}, SMALL, HALVES),
+        Case("fp32_bias", args(6, 40) | {"bias": T(40, dtype=torch.float32)}, SMALL, HALF),
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), TEST),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),

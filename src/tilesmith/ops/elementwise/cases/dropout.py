@@ -3,22 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL, TEST
+from tilesmith.engine.inits import dropout_seed, far_rows, first_half
 from tilesmith.ops.elementwise.cases.activations import passes
-
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([2**40 + 7, -5], device=device)
-
-
-def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The first F columns of rows twice as long."""
-    return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
 
 
 def _cases(operands: Sequence[str]) -> list[Case]:
@@ -26,7 +15,7 @@ def _cases(operands: Sequence[str]) -> list[Case]:
 
     def args(*shape: int, p: float = 0.3, **how: object) -> dict:
         given = {name: T(*shape, **how) for name in operands} | {"bias": T(shape[-1])}
-        return given | {"seed": T(2, dtype=torch.int64, init=_seed), "p": p}
+        return given | {"seed": T(2, dtype=torch.int64, init=dropout_seed), "p": p}
 
     def plain(*shape: int, **how: object) -> dict:
         return args(*shape, **how) | {"bias": None}
@@ -50,11 +39,11 @@ def _cases(operands: Sequence[str]) -> list[Case]:
         Case("no_bias_p_0", plain(5, 40, p=0.0), SMALL),
         Case("frozen_bias", args(6, 40) | {"bias": T(40, grad=False)}, SMALL),
         Case("only_bias_trains", args(6, 40) | {name: T(6, 40, grad=False) for name in operands}, SMALL),
-        Case("fp32_bias", args(6, 40) | {"bias": T(40, dtype=torch.float32)}, SMALL, HALVES),
+        Case("fp32_bias", args(6, 40) | {"bias": T(40, dtype=torch.float32)}, SMALL, HALF),
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), TEST),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
-        Case("part", args(5, 64, init=_part), SMALL),
+        Case("part", args(5, 64, init=first_half), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_columns", args(4, 0), SMALL),
         Case("wide", args(2, 262_144), GPU),
@@ -73,13 +62,13 @@ CASES: dict[str, list[Case]] = {
         Case(
             "frozen_residual",
             {"x": T(6, 40), "residual": T(6, 40, grad=False), "bias": T(40), "p": 0.3}
-            | {"seed": T(2, dtype=torch.int64, init=_seed)},
+            | {"seed": T(2, dtype=torch.int64, init=dropout_seed)},
             SMALL,
         ),
         Case(
             "frozen_x",
             {"x": T(6, 40, grad=False), "residual": T(6, 40), "bias": None, "p": 0.3}
-            | {"seed": T(2, dtype=torch.int64, init=_seed)},
+            | {"seed": T(2, dtype=torch.int64, init=dropout_seed)},
             SMALL,
         ),
     ],

@@ -3,8 +3,9 @@
 import torch
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, far_rows
-from tilesmith.ops.elementwise.cases.activations import HALVES, half, passes, tails
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL
+from tilesmith.engine.inits import far_rows
+from tilesmith.ops.elementwise.cases.activations import half, passes, tails
 
 
 def _args(*shape: int, **how: object) -> dict:
@@ -23,7 +24,7 @@ CASES: dict[str, list[Case]] = {
         Case("frozen_x", {**_args(6, 33), "x": T(6, 33, grad=False)}, SMALL),
         Case("frozen_alphas", {"x": T(6, 33), "alpha_p": T(1, grad=False), "alpha_n": T(1, grad=False)}, SMALL),
         Case("fp32_alphas", {**_args(6, 33), **{a: T(1, dtype=torch.float32) for a in ("alpha_p", "alpha_n")}}, SMALL,
-             HALVES),
+             HALF),
         Case("strided", _args(5, 40, layout="strided"), SMALL),
         Case("transposed", _args(9, 12, layout="transposed"), SMALL),
         Case("halves", _args(3, 5, 24, init=half(True)), SMALL),

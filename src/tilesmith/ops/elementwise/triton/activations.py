@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.device.rows import rows
+from tilesmith.device.rows import flat_rows, rows
 from tilesmith.device.triton.activations import activate, gradient
 from tilesmith.device.triton.column_sums import partial_rows, sum_partials
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel, rehearsed
@@ -131,13 +131,6 @@ class GateConfig(NamedTuple):
     num_warps: int
 
 
-def _lay_flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one shape as [M, N] rows: one row of all elements where every one is contiguous."""
-    if all(x.is_contiguous() for x in tensors):
-        return tuple(x.view(1, -1) for x in tensors)
-    return tuple(rows(x) for x in tensors)
-
-
 def _blocks(num_rows: int, num_cols: int, config: GateConfig) -> tuple[int, int, int]:
     """Number of programs, rows and columns of a tile."""
     block_cols = min(config.block, next_power_of_2(num_cols))
@@ -164,7 +157,7 @@ def _forward(x: Tensor, up: Tensor | None, activation: str, config: GateConfig, 
     out = x.new_empty(x.shape)
     if x.numel() == 0:
         return out
-    x, up_or_x = _lay_flat(x, x if up is None else up)
+    x, up_or_x = flat_rows(x, x if up is None else up)
     programs, block_rows, block_cols = _blocks(*x.shape, config)
     launch(
         _gate_fwd_kernel, (programs,),
@@ -182,7 +175,7 @@ def _backward(
     dx, dup = x.new_empty(x.shape if wants_dx else 0), x.new_empty(x.shape if wants_dup else 0)
     if x.numel() == 0 or not (wants_dx or wants_dup):
         return dx, dup
-    dout, x, up_or_x = _lay_flat(dout, x, x if up is None else up)
+    dout, x, up_or_x = flat_rows(dout, x, x if up is None else up)
     programs, block_rows, block_cols = _blocks(*x.shape, config)
     launch(
         _gate_bwd_kernel, (programs,),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.device.rows import rows
+from tilesmith.device.rows import flat_rows
 from tilesmith.device.triton.column_sums import add_partials
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 
@@ -116,13 +116,6 @@ def _tiles(x: Tensor, config: XieluConfig) -> tuple[int, dict[str, int]]:
     return cdiv(num_rows, block_rows) * cdiv(num_cols, block_cols), {"BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols}
 
 
-def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one shape as [M, N] rows: one row of all elements where every one is contiguous."""
-    if all(x.is_contiguous() for x in tensors):
-        return tuple(x.view(1, -1) for x in tensors)
-    return tuple(rows(x) for x in tensors)
-
-
 def _reasons(call: Any) -> list[str]:
     return [
         f"{name} is float64; this kernel computes in float32"
@@ -147,7 +140,7 @@ def xielu(
     """One program for each tile."""
     out = x.new_empty(x.shape)
     if x.numel():
-        (flat,) = _flat(x)
+        (flat,) = flat_rows(x)
         tiles, block = _tiles(flat, config)
         launch(
             xielu_kernel, (tiles,), flat, alpha_p, alpha_n, out, flat.stride(0), *flat.shape, beta, eps,
@@ -181,7 +174,7 @@ def xielu_vjp(
     wants_x, wants_p, wants_n = output_mask
     tiles, block, flat_dout, flat = 0, {}, dout, x
     if x.numel():
-        flat_dout, flat = _flat(dout, x)
+        flat_dout, flat = flat_rows(dout, x)
         tiles, block = _tiles(flat, config)
     programs = min(tiles, config.programs)
     dp, dn = (x.new_empty(programs, 1, dtype=torch.float32) if wanted else None for wanted in (wants_p, wants_n))

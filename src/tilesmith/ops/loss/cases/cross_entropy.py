@@ -1,40 +1,23 @@
 """Example inputs of the cross-entropies, and what they must move and compute."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, Init
+from tilesmith.engine.case import BENCH, BF16, GPU, HALF, SMALL
+from tilesmith.engine.inits import far_apart, labels, unit_outputs
+from tilesmith.engine.memory import held
 
 PARTS = frozenset({"test", "compile"})
-BIG = frozenset({"gpu"})
 AGAIN = BENCH - {"tune"}
-HALF = (torch.float16, torch.bfloat16)
-BF16 = (torch.bfloat16,)
 WIDE = (torch.float32, torch.bfloat16)
-
-
-def _labels(classes: int, every: int = 0, ignore_index: int = -100) -> Init:
-    """Labels, of which each `every`-th (0: none) is ignored."""
-
-    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        labels = torch.randint(classes, tuple(shape), generator=generator, device=device)
-        if every:
-            labels.view(-1)[every // 2 :: every] = ignore_index
-        return labels
-
-    return init
 
 
 def _uniform(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, device=device) + 0.5
-
-
-def _small(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give logits of unit size."""
-    return torch.randn(tuple(shape), generator=generator, device=device) / shape[-1] ** 0.5
 
 
 def _steep(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -43,16 +26,6 @@ def _steep(generator: torch.Generator, shape: Sequence[int], device: torch.devic
     rows[::3] = 0
     rows[::3, shape[-1] // 2] = 1024
     return rows
-
-
-def _far_apart(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """bfloat16 rows more than 2³¹ elements apart (on a CPU, where that is not tried, side by side)."""
-    rows = torch.randn(tuple(shape), generator=generator, device=device).bfloat16()
-    if device.type == "cpu":
-        return rows
-    step = 2**31 // max(1, shape[0] - 1) + shape[1]
-    room = torch.empty((shape[0] - 1) * step + shape[1], dtype=torch.bfloat16, device=device)
-    return room.as_strided(tuple(shape), (step, 1)).copy_(rows)
 
 
 def _logits(
@@ -67,7 +40,7 @@ def _logits(
     """Arguments of cross_entropy for logits of `shape`."""
     ignored = options.get("ignore_index", -100)
     args: dict = {"logits": T(*shape, layout=layout)}
-    args["target"] = T(*shape[:-1], dtype=target, init=_labels(shape[-1], every, ignored))
+    args["target"] = T(*shape[:-1], dtype=target, init=labels(shape[-1], every, ignored))
     if weighted:
         args["weight"] = T(shape[-1], dtype=weight, grad=False, init=_uniform)
     return {**args, **options}
@@ -91,10 +64,10 @@ def _linear(
     """Arguments of linear_cross_entropy. weight: its dtype, and bias's, where it is not x's."""
     shape = (tokens,) if isinstance(tokens, int) else tokens
     args: dict = {"x": T(*shape, hidden, grad=x_grad, layout=layout)}
-    args["weight"] = T(classes, hidden, dtype=weight, grad=not frozen, init=_small, layout=layout)
-    args["target"] = T(*shape, dtype=target, init=_labels(classes, every, options.get("ignore_index", -100)))
+    args["weight"] = T(classes, hidden, dtype=weight, grad=not frozen, init=unit_outputs, layout=layout)
+    args["target"] = T(*shape, dtype=target, init=labels(classes, every, options.get("ignore_index", -100)))
     if bias:
-        args["bias"] = T(classes, dtype=weight, init=_small)
+        args["bias"] = T(classes, dtype=weight, init=unit_outputs)
     if weighted:
         args["class_weight"] = T(classes, dtype=torch.float32, grad=False, init=_uniform)
     return {**args, **options}
@@ -136,13 +109,13 @@ CASES: dict[str, list[Case]] = {
         Case("strided_deep", _logits(2, 2, 3, 40, layout="strided"), SMALL),
         Case("transposed", _logits(6, 40, layout="transposed"), SMALL),
         Case("many_tokens", _logits(20_000, 3)),
-        Case("llama2", _logits(300, 32_000), BIG),
-        Case("llama3", _logits(300, 128_256, **EVERYTHING), BIG),
-        Case("gpt2", _logits(300, 50_257), BIG),
-        Case("gemma", _logits(300, 262_144, softcap=30.0), BIG),
-        Case("few_tokens", _logits(4, 262_147), BIG),
-        Case("far_apart", {**_logits(3, 4104), "logits": T(3, 4104, dtype=torch.bfloat16, init=_far_apart)}, BIG, BF16),
-        Case("int64_offsets", _logits(16_800, 128_256, every=50, reduction="sum"), BIG, BF16),
+        Case("llama2", _logits(300, 32_000), GPU),
+        Case("llama3", _logits(300, 128_256, **EVERYTHING), GPU),
+        Case("gpt2", _logits(300, 50_257), GPU),
+        Case("gemma", _logits(300, 262_144, softcap=30.0), GPU),
+        Case("few_tokens", _logits(4, 262_147), GPU),
+        Case("far_apart", {**_logits(3, 4104), "logits": T(3, 4104, dtype=torch.bfloat16, init=far_apart)}, GPU, BF16),
+        Case("int64_offsets", _logits(16_800, 128_256, every=50, reduction="sum"), GPU, BF16),
         Case("bench_32k", _logits(8192, 32_000, every=0), BENCH, BF16),
         Case("bench_128k", _logits(8192, 128_256, every=0), BENCH, BF16),
         Case("bench_50257", _logits(8192, 50_257, every=0), BENCH, BF16),
@@ -232,14 +205,14 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("many_labels", _linear(600, 24, 9000, chunk_tokens=256)),
         Case("many_labels_again", _linear(600, 24, 9000, mode="recompute", chunk_tokens=64)),
-        Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), BIG),
-        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **EVERYTHING), BIG),
-        Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), BIG),
-        Case("llama3_parts", _linear(700, 512, 128_256, chunk_tokens=300, bias=True, z_loss=1e-4), BIG, HALF),
-        Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), BIG),
-        Case("gemma3_kept", _linear(700, 640, 262_144, mode="keep", every=9), BIG, BF16),
-        Case("exp2_kept_many", _linear(2304, 64, 8208, mode="keep"), BIG | {"compile"}, BF16),
-        Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), BIG, WIDE),
+        Case("llama2", _linear(700, 512, 32_000, chunk_tokens=300, bias=True), GPU),
+        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **EVERYTHING), GPU),
+        Case("gpt2", _linear(700, 768, 50_257, chunk_tokens=300), GPU),
+        Case("llama3_parts", _linear(700, 512, 128_256, chunk_tokens=300, bias=True, z_loss=1e-4), GPU, HALF),
+        Case("llama3_again", _linear(700, 512, 128_256, mode="recompute", chunk_tokens=50, **EVERYTHING), GPU),
+        Case("gemma3_kept", _linear(700, 640, 262_144, mode="keep", every=9), GPU, BF16),
+        Case("exp2_kept_many", _linear(2304, 64, 8208, mode="keep"), GPU | {"compile"}, BF16),
+        Case("llama3_kept", _linear(700, 512, 128_256, mode="keep", bias=True, **EVERYTHING), GPU, WIDE),
         *(
             case
             for classes, name in ((32_000, "32k"), (128_256, "128k"))
@@ -272,9 +245,9 @@ def _bytes_linear(x: Tensor, weight: Tensor, target: Tensor, **_: object) -> int
     return moved + target.numel() * (target.element_size() + 4)
 
 
-def _bytes_linear_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:
+def bytes_linear_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:
     """The saved gradients read, those of x and weight written."""
-    return sum(2 * t.numel() * t.element_size() for t, wanted in zip((x, weight), output_mask) if wanted)
+    return 2 * held(*itertools.compress((x, weight), output_mask))
 
 
 def _flops_linear(x: Tensor, weight: Tensor, reduction: str = "mean", **_: object) -> int:
@@ -292,7 +265,7 @@ bytes_moved = {
     "cross_entropy": _bytes,
     "cross_entropy_vjp": _bytes_vjp,
     "linear_cross_entropy": _bytes_linear,
-    "linear_cross_entropy_vjp": _bytes_linear_vjp,
+    "linear_cross_entropy_vjp": bytes_linear_vjp,
 }
 flops = {
     "linear_cross_entropy": _flops_linear,

@@ -1,29 +1,25 @@
 """Example inputs of the distances between distributions, and what they must move and compute."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, Init
-
-BIG = frozenset({"gpu"})
-BF16 = (torch.bfloat16,)
-HALF = (torch.float16, torch.bfloat16)
-
-
-def _log_probs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.randn(tuple(shape), generator=generator, device=device).log_softmax(-1)
+from tilesmith.engine.case import BENCH, BF16, GPU, HALF, SMALL, Init
+from tilesmith.engine.inits import labels, log_probs, unit_outputs
+from tilesmith.engine.memory import held
+from tilesmith.ops.loss.cases.cross_entropy import bytes_linear_vjp
 
 
 def _probs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return _log_probs(generator, shape, device).exp()
+    return log_probs(generator, shape, device).exp()
 
 
 def _impossible(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Log-probabilities, every third of them −∞."""
-    values = _log_probs(generator, shape, device)
+    values = log_probs(generator, shape, device)
     values[..., ::3] = float("-inf")
     return values
 
@@ -33,27 +29,10 @@ def _sparse(generator: torch.Generator, shape: Sequence[int], device: torch.devi
     return _impossible(generator, shape, device).exp()
 
 
-def _labels(classes: int, every: int) -> Init:
-    """Labels, of which each `every`-th is ignored."""
-
-    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        labels = torch.randint(classes, tuple(shape), generator=generator, device=device)
-        if every:
-            labels.view(-1)[every // 2 :: every] = -100
-        return labels
-
-    return init
-
-
-def _small(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give logits of unit size."""
-    return torch.randn(tuple(shape), generator=generator, device=device) / shape[-1] ** 0.5
-
-
 def _pair(
     *shape: int,
-    x: Init = _log_probs,
-    target: Init = _log_probs,
+    x: Init = log_probs,
+    target: Init = log_probs,
     both: bool = False,
     only_target: bool = False,
     every: int | None = None,
@@ -67,13 +46,13 @@ def _pair(
         "target": T(*shape, dtype=dtype, grad=both or only_target, init=target, layout=layout),
     }
     if every is not None:
-        args["labels"] = T(*shape[:-1], dtype=torch.int64, init=_labels(shape[-1], every))
+        args["labels"] = T(*shape[:-1], dtype=torch.int64, init=labels(shape[-1], every))
     return {**args, **options}
 
 
 def _common(log: bool, **options: object) -> list[Case]:
     """Cases that each of the three has, for logarithms or probabilities."""
-    init = _log_probs if log else _probs
+    init = log_probs if log else _probs
 
     def pair(*shape: int, **more: object) -> dict:
         return _pair(*shape, **{"x": init, "target": init, **options, **more})
@@ -98,7 +77,7 @@ def _common(log: bool, **options: object) -> list[Case]:
 
 
 def _labelled(log: bool) -> list[Case]:
-    init = {"x": _log_probs, "target": _log_probs} if log else {"x": _probs, "target": _probs}
+    init = {"x": log_probs, "target": log_probs} if log else {"x": _probs, "target": _probs}
     return [
         Case("labels", _pair(9, 40, every=3, both=True, **init), SMALL),
         Case("labels_mean", _pair(2, 5, 40, every=3, reduction="mean", **init), SMALL),
@@ -109,11 +88,11 @@ def _labelled(log: bool) -> list[Case]:
 
 
 def _large(log: bool, **options: object) -> list[Case]:
-    init = {"x": _log_probs, "target": _log_probs} if log else {"x": _probs, "target": _probs}
+    init = {"x": log_probs, "target": log_probs} if log else {"x": _probs, "target": _probs}
     return [
-        Case("llama3", _pair(300, 128_256, **init, **options), BIG, BF16),
-        Case("gemma", _pair(4, 262_147, **init, **options), BIG, BF16),
-        Case("int64_offsets", _pair(16_800, 128_256, **init, **options), BIG, BF16),
+        Case("llama3", _pair(300, 128_256, **init, **options), GPU, BF16),
+        Case("gemma", _pair(4, 262_147, **init, **options), GPU, BF16),
+        Case("int64_offsets", _pair(16_800, 128_256, **init, **options), GPU, BF16),
         Case("bench_32k", _pair(8192, 32_000, **init, **options), BENCH, BF16),
         Case("bench_128k", _pair(4096, 128_256, **init, **options), BENCH, BF16),
     ]
@@ -138,16 +117,16 @@ def _linear(
     shape = (tokens,) if isinstance(tokens, int) else tokens
     args: dict = {
         "x": T(*shape, hidden, grad=x_grad, layout=layout),
-        "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=_small, layout=layout),
+        "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=unit_outputs, layout=layout),
         "teacher": T(*shape, teacher or classes, grad=False, layout=layout, init=probs or "normal"),
     }
     if teacher:
-        args["teacher_weight"] = T(classes, teacher, grad=False, init=_small, layout=layout)
+        args["teacher_weight"] = T(classes, teacher, grad=False, init=unit_outputs, layout=layout)
     if every is not None:
-        args["target"] = T(*shape, dtype=torch.int64, init=_labels(classes, every))
+        args["target"] = T(*shape, dtype=torch.int64, init=labels(classes, every))
     if bias:
-        args["bias"] = T(classes, dtype=weight, init=_small)
-        args["teacher_bias"] = T(classes, grad=False, init=_small) if teacher else None
+        args["bias"] = T(classes, dtype=weight, init=unit_outputs)
+        args["teacher_bias"] = T(classes, grad=False, init=unit_outputs) if teacher else None
     if probs:
         args["teacher_probs"] = True
     return {**args, **options}
@@ -208,7 +187,7 @@ CASES: dict[str, list[Case]] = {
         Case("strided", _linear((2, 5), 16, 40, layout="strided", chunk_tokens=4), SMALL),
         Case("transposed", _linear((2, 5), 16, 40, layout="transposed"), SMALL),
         Case("weight_fp32", _linear(9, 16, 40, weight=torch.float32, bias=True, chunk_tokens=4), SMALL, BF16),
-        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **MIXED), BIG, BF16),
+        Case("llama3", _linear(700, 512, 128_256, chunk_tokens=300, **MIXED), GPU, BF16),
         Case("bench_4k_128k", _linear(4096, 4096, 128_256, teacher=4096, every=0), BENCH, BF16),
         Case("bench_8k_32k", _linear(8192, 2048, 32_000, teacher=4096, every=0, **MIXED), BENCH, BF16),
     ],
@@ -217,8 +196,7 @@ CASES: dict[str, list[Case]] = {
 
 def _bytes(x: Tensor, target: Tensor, reduction: str = "", **_: object) -> int:
     """Both distributions read; for "none" the elements written."""
-    moved = sum(t.numel() * t.element_size() for t in (x, target))
-    return moved + (4 * x.numel() if reduction == "none" else 0)
+    return held(x, target) + (4 * x.numel() if reduction == "none" else 0)
 
 
 def _bytes_vjp(x: Tensor, target: Tensor, output_mask: Sequence[bool], **_: object) -> int:
@@ -228,8 +206,7 @@ def _bytes_vjp(x: Tensor, target: Tensor, output_mask: Sequence[bool], **_: obje
 
 def _bytes_tvd_vjp(x: Tensor, target: Tensor, output_mask: Sequence[bool], **_: object) -> int:
     """Two bits an element read, the gradients written."""
-    written = sum(t.numel() * t.element_size() for t, wanted in zip((x, target), output_mask) if wanted)
-    return x.numel() // 4 + written
+    return x.numel() // 4 + held(*itertools.compress((x, target), output_mask))
 
 
 def _bytes_kl_vjp(x: Tensor, target: Tensor, output_mask: Sequence[bool], **_: object) -> int:
@@ -241,11 +218,6 @@ def _bytes_linear(x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Te
     """Inputs read, the gradients that autograd will ask for written. Logits need not move."""
     given = (x, weight, teacher) if teacher_weight is None else (x, weight, teacher, teacher_weight)
     return sum(t.numel() * t.element_size() * (2 if t.requires_grad else 1) for t in given)
-
-
-def _bytes_linear_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:
-    """The saved gradients read, those of x and weight written."""
-    return sum(2 * t.numel() * t.element_size() for t, wanted in zip((x, weight), output_mask) if wanted)
 
 
 def _flops_linear(x: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor | None = None, **_: object) -> int:
@@ -262,7 +234,7 @@ bytes_moved = {
     "tvd": _bytes,
     "tvd_vjp": _bytes_tvd_vjp,
     "linear_distillation": _bytes_linear,
-    "linear_distillation_vjp": _bytes_linear_vjp,
+    "linear_distillation_vjp": bytes_linear_vjp,
 }
 # the backward only scales what was saved
 flops = {"linear_distillation": _flops_linear, "linear_distillation_vjp": lambda: 0}

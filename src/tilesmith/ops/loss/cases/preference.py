@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, Init
+from tilesmith.engine.case import BENCH, BF16, GPU, SMALL, Init
+from tilesmith.engine.inits import unit_outputs
+from tilesmith.ops.loss.cases.cross_entropy import bytes_linear_vjp
 from tilesmith.ops.loss.formulas import FORMULAS, KTOOptions, PairOptions, PolicyOptions
-
-BIG = frozenset({"gpu"})
-BF16 = (torch.bfloat16,)
 
 
 def _labels(classes: int, prompt: int) -> Init:
@@ -23,11 +22,6 @@ def _labels(classes: int, prompt: int) -> Init:
         return labels
 
     return init
-
-
-def _small(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give logits of unit size."""
-    return torch.randn(tuple(shape), generator=generator, device=device) / shape[-1] ** 0.5
 
 
 def _pair_rows(tokens: int, classes: int, reference: bool = True) -> Init:
@@ -91,7 +85,7 @@ def _preference(
     init = _pair_rows(*rows, formula != "odds_ratio") if rule.paired else _kto_rows(*rows)
     args: dict = {
         "x": T(batch, length, hidden, grad=x_grad, layout=layout),
-        "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=_small, layout=layout),
+        "weight": T(classes, hidden, dtype=weight, grad=not frozen, init=unit_outputs, layout=layout),
         "target": T(batch, length, dtype=torch.int64, init=_labels(classes, prompt)),
     }
     if rule.options is PolicyOptions:
@@ -102,7 +96,7 @@ def _preference(
         args["sequences"] = T(rule.sequences, batch, dtype=torch.float32, grad=False, init=init)
         default = PairOptions(beta=0.5, label_smoothing=0.1) if rule.options is PairOptions else KTOOptions()
     if bias:
-        args["bias"] = T(classes, dtype=weight, init=_small)
+        args["bias"] = T(classes, dtype=weight, init=unit_outputs)
     return {**args, "formula": formula, "options": list(default if options is None else options), **rest}
 
 
@@ -145,7 +139,7 @@ CASES: dict[str, list[Case]] = {
         Case("strided", _preference(4, 5, 16, 40, layout="strided", chunk_tokens=10), SMALL),
         Case("transposed", _preference(4, 5, 16, 40, layout="transposed"), SMALL),
         Case("weight_fp32", _preference(4, 5, 16, 40, weight=torch.float32, bias=True, chunk_tokens=10), SMALL, BF16),
-        Case("llama3", _preference(4, 200, 512, 128_256, chunk_tokens=400), BIG, BF16),
+        Case("llama3", _preference(4, 200, 512, 128_256, chunk_tokens=400), GPU, BF16),
         Case("bench_8x1k_128k", _preference(8, 1024, 4096, 128_256, prompt=0), BENCH, BF16),
         Case("bench_8x1k_32k", _preference(8, 1024, 4096, 32_000, prompt=0), BENCH, BF16),
         Case("bench_policy_8x1k_128k", _preference(8, 1024, 4096, 128_256, "clip", prompt=0), BENCH, BF16),
@@ -163,11 +157,6 @@ def _bytes(x: Tensor, weight: Tensor, target: Tensor, **_: object) -> int:
     return moved + target.numel() * (target.element_size() + 8)
 
 
-def _bytes_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:
-    """The saved gradients read, those of x and weight written."""
-    return sum(2 * t.numel() * t.element_size() for t, wanted in zip((x, weight), output_mask) if wanted)
-
-
 def _flops(x: Tensor, weight: Tensor, recompute: bool = False, **_: object) -> int:
     """The logits, and unless they are recomputed the gradients that autograd will ask for."""
     return 2 * x.numel() * weight.shape[0] * (1 + (0 if recompute else x.requires_grad + weight.requires_grad))
@@ -178,5 +167,5 @@ def _flops_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], recompute
     return 2 * x.numel() * weight.shape[0] * (1 + sum(output_mask[:2])) if recompute else 0
 
 
-bytes_moved = {"linear_preference": _bytes, "linear_preference_vjp": _bytes_vjp}
+bytes_moved = {"linear_preference": _bytes, "linear_preference_vjp": bytes_linear_vjp}
 flops = {"linear_preference": _flops, "linear_preference_vjp": _flops_vjp}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilesmith.engine import Case, T
 from tilesmith.engine.case import SMALL
+from tilesmith.engine.memory import held
 
 BENCH = frozenset({"gpu", "bench"})
 FP32, BF16 = (torch.float32,), (torch.bfloat16,)
@@ -115,7 +116,7 @@ CASES: dict[str, list[Case]] = {
 
 def _bytes(x: Tensor, weight: Tensor, target: Tensor, **_: object) -> int:
     """x, weight and labels read, four numbers a token written."""
-    return sum(t.numel() * t.element_size() for t in (x, weight, target)) + 20 * target.numel()
+    return held(x, weight, target) + 20 * target.numel()
 
 
 def _bytes_vjp(x: Tensor, weight: Tensor, output_mask: Sequence[bool], **_: object) -> int:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.engine.case import BENCH, BF16, COMPILE, GPU, SMALL, TEST
+from tilesmith.engine.inits import unit_outputs
+from tilesmith.engine.memory import held
 from tilesmith.ops.moe.cases import fp8
 from tilesmith.ops.moe.cases.draws import (
     Init,
@@ -15,15 +17,11 @@ from tilesmith.ops.moe.cases.draws import (
     quarters,
     shares,
     uniform,
-    unit_outputs,
     with_sentinels,
     zipf,
 )
 from tilesmith.ops.moe.reference import GATED, UNGATED
 
-BIG = frozenset({"gpu"})
-COMPILE = frozenset({"compile", "gpu"})  # in the configuration of large calls
-BF16 = (torch.bfloat16,)
 INTERPRETED = ("geglu", "relu_squared")  # the elementwise family has the others in Triton's interpreter
 GPT_OSS = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
@@ -156,23 +154,23 @@ CASES: dict[str, list[Case]] = {
             BF16,
         ),
         Case("whole_tiles_lora", experts_args(256, 256, 128, 2, 2, grad=False, ranks=(16, 16)), COMPILE, BF16),
-        Case("many_experts", experts_args(64, 64, 32, 512, 10), BIG),
-        Case("odd_large", experts_args((3, 331), 200, 120, 33, 5, bias=True), BIG),
-        Case("qwen3", experts_args(1024, 2048, 768, 128, 8), BIG, BF16),
-        Case("decode", experts_args(4, 2048, 768, 128, 8), BIG, BF16),
-        Case("decode_one", experts_args(1, 2048, 768, 128, 8, indices=with_sentinels(64)), BIG, BF16),
-        Case("decode_gpt_oss", experts_args(16, 2880, 2880, 32, 4, bias=True, **GPT_OSS), BIG, BF16),
-        Case("one_tile_an_expert", experts_args(1024, 256, 136, 64, 10), BIG, BF16),
+        Case("many_experts", experts_args(64, 64, 32, 512, 10), GPU),
+        Case("odd_large", experts_args((3, 331), 200, 120, 33, 5, bias=True), GPU),
+        Case("qwen3", experts_args(1024, 2048, 768, 128, 8), GPU, BF16),
+        Case("decode", experts_args(4, 2048, 768, 128, 8), GPU, BF16),
+        Case("decode_one", experts_args(1, 2048, 768, 128, 8, indices=with_sentinels(64)), GPU, BF16),
+        Case("decode_gpt_oss", experts_args(16, 2880, 2880, 32, 4, bias=True, **GPT_OSS), GPU, BF16),
+        Case("one_tile_an_expert", experts_args(1024, 256, 136, 64, 10), GPU, BF16),
         Case(
-            "gpt_oss_large", experts_args(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), BIG
+            "gpt_oss_large", experts_args(512, 2880, 2880, 32, 4, bias=True, weight_layout="transposed", **GPT_OSS), GPU
         ),
         Case(
             "qwen3_lora",
             experts_args(1024, 2048, 768, 128, 8, grad=False, ranks=(16, 64), adapters=torch.float32),
-            BIG,
+            GPU,
             BF16,
         ),
-        Case("sentinels_large", experts_args(1024, 512, 256, 16, 8, indices=with_sentinels(16)), BIG, BF16),
+        Case("sentinels_large", experts_args(1024, 512, 256, 16, 8, indices=with_sentinels(16)), GPU, BF16),
         _bench(8192, 2048, 768, 128, 8),
         _bench(32768, 2048, 768, 128, 8),
         _bench(8192, 2048, 512, 512, 10),
@@ -227,10 +225,6 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _size(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
 def _read(gate_up: Tensor, indices: Tensor) -> float:
     """The share of the experts whose weights are read at least: as many as pairs, where those are fewer."""
     return min(1.0, indices.numel() / gate_up.shape[0])
@@ -249,15 +243,15 @@ def _flops(
 
 
 def _bytes(x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, weights: Tensor) -> int:
-    return 2 * _size(x) + _size(indices, weights) + int(_read(gate_up, indices) * _size(gate_up, down))
+    return 2 * held(x) + held(indices, weights) + int(_read(gate_up, indices) * held(gate_up, down))
 
 
 def _bytes_vjp(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, indices: Tensor, output_mask: Sequence[bool]
 ) -> int:
-    written = output_mask[0] * _size(x) + output_mask[1] * _size(gate_up) + output_mask[2] * _size(down)
+    written = output_mask[0] * held(x) + output_mask[1] * held(gate_up) + output_mask[2] * held(down)
     pre = indices.numel() * gate_up.shape[1] * x.element_size()
-    return pre + _size(dy, x, indices) + int(_read(gate_up, indices) * _size(gate_up, down)) + written
+    return pre + held(dy, x, indices) + int(_read(gate_up, indices) * held(gate_up, down)) + written
 
 
 def _flops_vjp(
@@ -279,8 +273,8 @@ bytes_moved = {
     "experts": _bytes,
     "experts_vjp": _bytes_vjp,
     **fp8.bytes_moved,
-    "route": lambda logits, top_k: _size(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
-    "route_vjp": lambda logits, dweights: 2 * _size(logits) + 3 * _size(dweights),
-    "router_losses": lambda logits, indices: _size(logits, indices),
-    "router_losses_vjp": lambda logits, indices: 2 * _size(logits) + _size(indices),
+    "route": lambda logits, top_k: held(logits) + logits.numel() // logits.shape[-1] * top_k * 12,
+    "route_vjp": lambda logits, dweights: 2 * held(logits) + 3 * held(dweights),
+    "router_losses": lambda logits, indices: held(logits, indices),
+    "router_losses_vjp": lambda logits, indices: 2 * held(logits) + held(indices),
 }

@@ -1,4 +1,4 @@
-"""How the tensors of the moe family's cases are drawn: weights, shares of a token's experts, which experts it has."""
+"""How the tensors of the moe family's cases are drawn: shares of a token's experts, which experts it has."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine.case import Init
-
-
-def unit_outputs(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Weights that give outputs of unit size."""
-    return torch.randn(*shape, generator=generator, device=device) / max(1, shape[-1]) ** 0.5
 
 
 def quarters(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:

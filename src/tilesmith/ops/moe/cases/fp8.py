@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, SMALL, TEST
+from tilesmith.engine.case import BENCH, BF16, COMPILE, GPU, SMALL, TEST
+from tilesmith.engine.memory import held
 from tilesmith.ops.moe.cases.draws import Init, always, shares, uniform, with_sentinels, zipf
 
-BIG = frozenset({"gpu"})
-COMPILE = frozenset({"compile", "gpu"})
 ONCE = (torch.float32,)  # the dtypes are those of the arguments
-COMPILED = (torch.bfloat16,)
 E4M3 = torch.float8_e4m3fn
 ALL = [True, True, True, True]
 # A 16-bit value that the oracle has a little otherwise may get the neighbouring code of 8 bits; a sum over many of them
@@ -120,21 +118,21 @@ def _cases(args, half: object, exact: dict) -> list[Case]:
         Case("geglu", args(11, 16, 32, 3, 2, activation="geglu"), SMALL, ONCE),
         Case("geglu_erf", args(11, 16, 32, 3, 2, activation="geglu_erf"), TEST, ONCE),
         Case("bf16", args(40, 64, 48, 4, 2, dtype=half, scales=torch.bfloat16), TEST, ONCE),
-        Case("whole_tiles", args(256, 256, 128, 2, 2, dtype=half), COMPILE, COMPILED),
-        Case("few_tokens", args(4, 256, 128, 16, 4, dtype=half), COMPILE, COMPILED),
-        Case("odd_tiles", args((3, 331), 208, 112, 33, 5, dtype=half), BIG, COMPILED),
-        Case("sentinels_large", args(1024, 512, 256, 16, 8, dtype=half, indices=with_sentinels(16)), BIG, COMPILED),
-        Case("wide", args(64, 512, 4224, 4, 2, dtype=half), COMPILE, COMPILED),
-        Case("qwen3", args(1024, 2048, 768, 128, 8, dtype=half), BIG, COMPILED),
+        Case("whole_tiles", args(256, 256, 128, 2, 2, dtype=half), COMPILE, BF16),
+        Case("few_tokens", args(4, 256, 128, 16, 4, dtype=half), COMPILE, BF16),
+        Case("odd_tiles", args((3, 331), 208, 112, 33, 5, dtype=half), GPU, BF16),
+        Case("sentinels_large", args(1024, 512, 256, 16, 8, dtype=half, indices=with_sentinels(16)), GPU, BF16),
+        Case("wide", args(64, 512, 4224, 4, 2, dtype=half), COMPILE, BF16),
+        Case("qwen3", args(1024, 2048, 768, 128, 8, dtype=half), GPU, BF16),
         *(
-            Case(f"{tokens}x2048_e128_i768_k8", args(tokens, 2048, 768, 128, 8, dtype=half), BENCH, COMPILED)
+            Case(f"{tokens}x2048_e128_i768_k8", args(tokens, 2048, 768, 128, 8, dtype=half), BENCH, BF16)
             for tokens in (8192, 32_768)
         ),
         Case(
             "zipf_8192x2048_e128_i768_k8",
             args(8192, 2048, 768, 128, 8, dtype=half, indices=zipf(128)),
             BENCH,
-            COMPILED,
+            BF16,
         ),
     ]
 
@@ -148,11 +146,11 @@ IN_8_BITS: tuple[tuple[str, tuple, frozenset[str], tuple, dict], ...] = (
     ("sentinels", (20, 32, 16, 3, 4), SMALL, ONCE, {"indices": with_sentinels(3)}),
     ("odd", (19, 21, 11, 5, 3), SMALL, ONCE, {}),
     ("gaps", (20, 32, 16, 3, 2), SMALL, ONCE, {"gaps": True}),
-    ("many_gaps", (300, 256, 128, 4, 2), BIG, COMPILED, {"dtype": torch.bfloat16, "gaps": True}),
-    ("whole_tiles", (256, 256, 128, 2, 2), COMPILE, COMPILED, {"dtype": torch.bfloat16}),
-    ("odd_tiles", ((3, 331), 208, 112, 33, 5), BIG, COMPILED, {"dtype": torch.bfloat16}),
-    ("qwen3", (1024, 2048, 768, 128, 8), BIG, COMPILED, {"dtype": torch.bfloat16}),
-    ("8192x2048_e128_i768_k8", (8192, 2048, 768, 128, 8), BENCH, COMPILED, {"dtype": torch.bfloat16}),
+    ("many_gaps", (300, 256, 128, 4, 2), GPU, BF16, {"dtype": torch.bfloat16, "gaps": True}),
+    ("whole_tiles", (256, 256, 128, 2, 2), COMPILE, BF16, {"dtype": torch.bfloat16}),
+    ("odd_tiles", ((3, 331), 208, 112, 33, 5), GPU, BF16, {"dtype": torch.bfloat16}),
+    ("qwen3", (1024, 2048, 768, 128, 8), GPU, BF16, {"dtype": torch.bfloat16}),
+    ("8192x2048_e128_i768_k8", (8192, 2048, 768, 128, 8), BENCH, BF16, {"dtype": torch.bfloat16}),
 )
 
 CASES: dict[str, list[Case]] = {
@@ -169,10 +167,6 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _size(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def _flops(gate_up8: Tensor, down8: Tensor, indices: Tensor) -> int:
     return 2 * indices.numel() * (gate_up8[0].numel() + down8[0].numel())
 
@@ -184,7 +178,7 @@ def _flops_vjp(gate_up8_t: Tensor, down8_t: Tensor, indices: Tensor, output_mask
 
 def _bytes(x8: Tensor, gate_up8: Tensor, down8: Tensor, indices: Tensor, weights: Tensor) -> int:
     pre = 2 * indices.numel() * gate_up8.shape[1]
-    return 3 * x8.numel() + _size(gate_up8, down8, indices, weights) + pre
+    return 3 * x8.numel() + held(gate_up8, down8, indices, weights) + pre
 
 
 def _bytes_vjp(
@@ -192,7 +186,7 @@ def _bytes_vjp(
     output_mask: Sequence[bool],
 ) -> int:  # fmt: skip
     grads = (output_mask[1] * gate_up8_t.numel() + output_mask[2] * down8_t.numel()) * dy.element_size()
-    return _size(dy, dy8, x, pre, gate_up8_t, down8_t, indices) + output_mask[0] * _size(dy) + grads
+    return held(dy, dy8, x, pre, gate_up8_t, down8_t, indices) + output_mask[0] * held(dy) + grads
 
 
 flops = {"experts_fp8": _flops, "experts_vjp_fp8": _flops_vjp}

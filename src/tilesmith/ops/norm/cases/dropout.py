@@ -1,33 +1,18 @@
 """Example inputs of dropout_add_norm."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, tokens_first
-
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([2**40 + 7, -5], device=device)
-
-
-def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
-
-
-def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The first N columns of rows twice as long."""
-    return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL, TEST
+from tilesmith.engine.inits import around_one, dropout_seed, first_half, tokens_first
+from tilesmith.engine.memory import held
 
 
 def _args(kind: str, *shape: int, p: float = 0.3, **how: object) -> dict:
-    args = {"x": T(*shape, **how), "residual": T(*shape, **how), "weight": T(shape[-1], init=_around_one)}
+    args = {"x": T(*shape, **how), "residual": T(*shape, **how), "weight": T(shape[-1], init=around_one)}
     bias = {"bias": T(shape[-1])} if kind == "layer" else {}
-    return args | bias | {"seed": T(2, dtype=torch.int64, init=_seed), "p": p, "kind": kind}
+    return args | bias | {"seed": T(2, dtype=torch.int64, init=dropout_seed), "p": p, "kind": kind}
 
 
 def _cases(kind: str) -> list[Case]:
@@ -58,13 +43,13 @@ def _cases(kind: str) -> list[Case]:
         Case("frozen_x", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
         Case("frozen_residual", args(6, 40) | {"residual": T(6, 40, grad=False)}, SMALL),
         Case("only_vectors_train", args(5, 40) | {n: T(5, 40, grad=False) for n in ("x", "residual")}, SMALL),
-        Case("fp32_residual", args(6, 40) | wide, SMALL, HALVES),
-        Case("swept_fp32_residual", args(2, 40_000) | {"residual": T(2, 40_000, dtype=torch.float32)}, TEST, HALVES),
+        Case("fp32_residual", args(6, 40) | wide, SMALL, HALF),
+        Case("swept_fp32_residual", args(2, 40_000) | {"residual": T(2, 40_000, dtype=torch.float32)}, TEST, HALF),
         Case("eps", args(6, 40) | {"eps": 0.5}, SMALL),
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
-        Case("part", args(5, 64, init=_part), SMALL),
+        Case("part", args(5, 64, init=first_half), SMALL),
         Case("heads", args(2, 3, 5, 64, init=tokens_first), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
@@ -76,7 +61,7 @@ def _cases(kind: str) -> list[Case]:
         Case("parts_p_0", args(5, 66_048, p=0.0), GPU),
         Case("parts_p_half", args(5, 66_048, p=0.5), GPU),
         Case("parts_131072_columns", args(65, 131_072), GPU),
-        Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES),
+        Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALF),
         Case("wide", args(4, 262_144), GPU),
         Case("beyond_int32", args(2**19 + 1, 4096, grad=False), GPU, (torch.bfloat16,)),
     ]
@@ -92,15 +77,11 @@ def _bench() -> list[Case]:
 CASES: dict[str, list[Case]] = {"dropout_add_norm": [*_cases("layer"), *_cases("rms"), *_bench()]}
 
 
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
 def _statistics(x: Tensor, kind: str) -> int:
     return (8 if kind == "layer" else 4) * (x.numel() // x.shape[-1])
 
 
 bytes_moved = {
-    "dropout_add_norm": lambda x, residual, kind: 2 * _bytes(x, residual) + _statistics(x, kind),
-    "dropout_add_norm_vjp": lambda x, residual, kind: 2 * _bytes(x) + 3 * _bytes(residual) + _statistics(x, kind),
+    "dropout_add_norm": lambda x, residual, kind: 2 * held(x, residual) + _statistics(x, kind),
+    "dropout_add_norm_vjp": lambda x, residual, kind: 2 * held(x) + 3 * held(residual) + _statistics(x, kind),
 }

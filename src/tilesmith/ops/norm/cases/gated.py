@@ -1,25 +1,16 @@
 """Example inputs of the gated norm."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, far_rows
-
-HALVES = (torch.float16, torch.bfloat16)
-WIDE = (torch.float32,)
-
-
-def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A weight as training finds it."""
-    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
+from tilesmith.engine.case import BENCH, FP32, GPU, HALF, SMALL
+from tilesmith.engine.inits import around_one, far_rows
 
 
 def _gated(*shape: int, layout: str = "contiguous", **options: object) -> dict:
     tensors = {name: T(*shape, layout=layout) for name in ("x", "gate")}
-    return {**tensors, "weight": T(shape[-1], init=_around_one), **options}
+    return {**tensors, "weight": T(shape[-1], init=around_one), **options}
 
 
 def _heads(*shape: int) -> dict:
@@ -36,7 +27,7 @@ CASES: dict[str, list[Case]] = {
         Case("many_rows", _gated(150, 40), SMALL),
         Case("llama", _gated(6, 40, casting="llama"), SMALL),
         Case(
-            "llama_fp32_weight", {**_gated(6, 40, casting="llama"), "weight": T(40, dtype=torch.float32)}, SMALL, HALVES
+            "llama_fp32_weight", {**_gated(6, 40, casting="llama"), "weight": T(40, dtype=torch.float32)}, SMALL, HALF
         ),
         Case("sigmoid", _gated(6, 40, activation="sigmoid"), SMALL),
         Case("groups", _gated(3, 5, 48, groups=3), SMALL),
@@ -44,7 +35,7 @@ CASES: dict[str, list[Case]] = {
         Case("mamba", _gated(3, 5, 48, casting="llama", gate_first=True, groups=2), SMALL),
         Case("mamba_strided", _gated(5, 40, layout="strided", gate_first=True, groups=4), SMALL),
         Case("gate_first_sigmoid_no_weight", _gated(6, 40, weight=None, gate_first=True, activation="sigmoid"), SMALL),
-        Case("bf16_gate", {**_gated(6, 40, gate_first=True), "gate": T(6, 40, dtype=torch.bfloat16)}, SMALL, WIDE),
+        Case("bf16_gate", {**_gated(6, 40, gate_first=True), "gate": T(6, 40, dtype=torch.bfloat16)}, SMALL, FP32),
         Case("no_weight", _gated(6, 40, weight=None), SMALL),
         Case("frozen_weight", {**_gated(5, 40), "weight": T(40, grad=False)}, SMALL),
         Case("frozen_gate", {**_gated(5, 40), "gate": T(5, 40, grad=False)}, SMALL),

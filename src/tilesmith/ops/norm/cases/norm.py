@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows, tokens_first
-
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The first N columns of rows twice as long, as one half of a packed projection is."""
-    return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
+from tilesmith.engine.case import BENCH, GPU, HALF, SMALL, TEST
+from tilesmith.engine.inits import around_one, far_rows, first_half, tokens_first, uneven
+from tilesmith.engine.memory import held
 
 
 def _shifted(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -23,23 +18,12 @@ def _shifted(generator: torch.Generator, shape: Sequence[int], device: torch.dev
     return x
 
 
-def _uneven(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Rows of different means and deviations: what is made of another row's shows in 16 bits, too."""
-    row = torch.arange(shape[0], device=device)[:, None]
-    return torch.randn(*shape, generator=generator, device=device) * (0.5 + row % 7) + (row % 5 - 2)
-
-
 def _zeros(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
     """Rows of zeros and, where there are several, ones: no deviation at all."""
     return torch.zeros(shape, device=device).index_fill_(0, torch.arange(0, shape[0], 2, device=device), 1.0)
 
 
-def _around_one(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A weight as training finds it."""
-    return 1 + 0.1 * torch.randn(shape, generator=generator, device=device)
-
-
-_INIT = {"weight": _around_one, "bias": "normal"}
+_INIT = {"weight": around_one, "bias": "normal"}
 
 
 def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
@@ -72,8 +56,8 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("no_vectors", plain(6, 40), SMALL),
         Case("frozen_vectors", frozen, SMALL),
         Case("only_vectors_train", fixed, SMALL),
-        Case("fp32_vectors", fp32_vectors(6, 40), SMALL, HALVES),
-        Case("swept_fp32_vectors", fp32_vectors(2, 17_000), TEST, HALVES),
+        Case("fp32_vectors", fp32_vectors(6, 40), SMALL, HALF),
+        Case("swept_fp32_vectors", fp32_vectors(2, 17_000), TEST, HALF),
         Case("shifted", args(24, 1001, init=_shifted), SMALL),
         # one row: between outliers of several, dweight cancels, and its error is not that of its size
         Case("shifted_swept", args(1, 17_000, init=_shifted), SMALL),
@@ -82,25 +66,25 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         Case("strided", args(5, 40, layout="strided"), SMALL),
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
-        Case("part", args(5, 64, init=_part), SMALL),
+        Case("part", args(5, 64, init=first_half), SMALL),
         Case("heads", args(2, 3, 5, 64, init=tokens_first), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
         Case("parts", args(3, 33_024), SMALL),
-        Case("parts_many_rows", args(901, 36_864, init=_uneven), GPU),
-        Case("two_warps", args(333, 2304, init=_uneven), GPU),
-        Case("four_warps", args(333, 3840, init=_uneven), GPU),
-        Case("uneven_one_warp", args(5001, 1200, init=_uneven), GPU),
-        Case("uneven_two_warps", args(4001, 2896, init=_uneven), GPU),
+        Case("parts_many_rows", args(901, 36_864, init=uneven), GPU),
+        Case("two_warps", args(333, 2304, init=uneven), GPU),
+        Case("four_warps", args(333, 3840, init=uneven), GPU),
+        Case("uneven_one_warp", args(5001, 1200, init=uneven), GPU),
+        Case("uneven_two_warps", args(4001, 2896, init=uneven), GPU),
         Case("uneven_four_warps", args(2001, 7696), GPU),
-        Case("uneven_few", args(151, 1168, init=_uneven), GPU),
+        Case("uneven_few", args(151, 1168, init=uneven), GPU),
         Case("uneven_strided", args(400, 640, layout="strided"), GPU),
         Case("uneven_shifted", args(3, 2576, init=_shifted), GPU),
         Case("uneven_no_vectors", plain(700, 4544), GPU),
-        Case("parts_of_1024", args(2001, 4608, init=_uneven), GPU),
-        Case("parts_of_2048", args(2001, 5120, init=_uneven), GPU),
+        Case("parts_of_1024", args(2001, 4608, init=uneven), GPU),
+        Case("parts_of_2048", args(2001, 5120, init=uneven), GPU),
         Case("parts_strided", args(40, 36_864, layout="strided"), GPU),
-        Case("parts_part", args(37, 65_536, init=_part), GPU),
+        Case("parts_part", args(37, 65_536, init=first_half), GPU),
         Case("parts_shifted", args(1, 65_536, init=_shifted), GPU),
         Case("parts_no_vectors", plain(5, 66_048), GPU),
         Case("parts_131072_columns", args(65, 131_072), GPU),
@@ -114,13 +98,11 @@ def _cases(rows: Sequence[str], vectors: Sequence[str]) -> list[Case]:
         swept = args(2, 17_000) | {"residual": T(2, 17_000, dtype=torch.float32)}
         other = args(2, 3, 5, 64, init=tokens_first) | {"residual": T(2, 3, 5, 64)}
         found += [
-            Case("fp32_residual", wide, SMALL, HALVES),
-            Case("fp32_residual_and_vectors", all_wide, SMALL, HALVES),
-            Case("swept_fp32_residual", swept, SMALL, HALVES),
-            Case(
-                "parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALVES
-            ),
-            Case("parts_staying", args(2, 66_048), TEST | {"compile"}, HALVES),
+            Case("fp32_residual", wide, SMALL, HALF),
+            Case("fp32_residual_and_vectors", all_wide, SMALL, HALF),
+            Case("swept_fp32_residual", swept, SMALL, HALF),
+            Case("parts_fp32_residual", args(70, 65_792) | {"residual": T(70, 65_792, dtype=torch.float32)}, GPU, HALF),
+            Case("parts_staying", args(2, 66_048), TEST | {"compile"}, HALF),
             Case("residual_in_another_order", other, SMALL),
             Case("frozen_residual", args(6, 40) | {"residual": T(6, 40, grad=False)}, SMALL),
             Case("frozen_x", args(6, 40) | {"x": T(6, 40, grad=False)}, SMALL),
@@ -137,21 +119,21 @@ def _rms_cases(rows: Sequence[str]) -> list[Case]:
         Case("offset", args(6, 40, offset=1.0), SMALL),
         Case("llama", args(6, 40, casting="llama"), SMALL),
         Case("llama_offset", args(6, 40, casting="llama", offset=1.0), SMALL),
-        Case("llama_fp32_weight", args(6, 40, casting="llama", offset=0.5) | fp32, SMALL, HALVES),
+        Case("llama_fp32_weight", args(6, 40, casting="llama", offset=0.5) | fp32, SMALL, HALF),
         Case("llama_no_weight", {name: T(6, 40) for name in rows} | {"weight": None, "casting": "llama"}, SMALL),
         Case("llama_swept", args(2, 17_000, casting="llama", offset=1.0), TEST),
         Case("llama_parts", args(2, 33_024, casting="llama", offset=1.0), GPU),
         Case("eps", args(6, 40, eps=0.5), SMALL),
         Case("none", args(6, 40, casting="none"), SMALL),
         Case("none_offset", args(6, 40, casting="none", offset=1.0), SMALL),
-        Case("none_fp32_weight", args(6, 40, casting="none", offset=0.5) | fp32, SMALL, HALVES),
+        Case("none_fp32_weight", args(6, 40, casting="none", offset=0.5) | fp32, SMALL, HALF),
         Case("none_swept", args(2, 17_000, casting="none"), TEST),
     ]
 
 
 def _by_head(*shape: int, **how: object) -> dict:
     """A weight for each head: [H, N] of x [..., H, N]."""
-    return {"x": T(*shape, **how), "weight": T(*shape[-2:], init=_around_one)}
+    return {"x": T(*shape, **how), "weight": T(*shape[-2:], init=around_one)}
 
 
 PER_HEAD = [
@@ -201,21 +183,17 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
 def _statistics(x: Tensor, count: int) -> int:
     return 4 * count * (x.numel() // x.shape[-1])
 
 
 bytes_moved = {
-    "rms_norm": lambda x: 2 * _bytes(x),
-    "rms_norm_vjp": lambda x: 3 * _bytes(x) + _statistics(x, 1),
-    "layer_norm": lambda x: 2 * _bytes(x),
-    "layer_norm_vjp": lambda x: 3 * _bytes(x) + _statistics(x, 2),
-    "add_rms_norm": lambda x, residual: 2 * _bytes(x, residual),
-    "add_rms_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 1),
-    "add_layer_norm": lambda x, residual: 2 * _bytes(x, residual),
-    "add_layer_norm_vjp": lambda x, residual: _bytes(x) + 3 * _bytes(residual) + _statistics(x, 2),
+    "rms_norm": lambda x: 2 * held(x),
+    "rms_norm_vjp": lambda x: 3 * held(x) + _statistics(x, 1),
+    "layer_norm": lambda x: 2 * held(x),
+    "layer_norm_vjp": lambda x: 3 * held(x) + _statistics(x, 2),
+    "add_rms_norm": lambda x, residual: 2 * held(x, residual),
+    "add_rms_norm_vjp": lambda x, residual: held(x) + 3 * held(residual) + _statistics(x, 1),
+    "add_layer_norm": lambda x, residual: 2 * held(x, residual),
+    "add_layer_norm_vjp": lambda x, residual: held(x) + 3 * held(residual) + _statistics(x, 2),
 }

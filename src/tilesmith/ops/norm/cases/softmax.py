@@ -6,21 +6,10 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, T
-from tilesmith.engine.case import BENCH, GPU, SMALL, TEST, far_rows, tokens_first
+from tilesmith.engine.case import BENCH, BF16, GPU, SMALL, TEST
+from tilesmith.engine.inits import dropout_seed, far_rows, first_half, tokens_first, uneven
 
-BF16 = (torch.bfloat16,)
 FP32 = (torch.float32,)  # of the run; these tensors have a dtype of their own
-
-
-def _part(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The first N columns of rows twice as long."""
-    return torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, device=device)[..., : shape[-1]]
-
-
-def _uneven(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Rows of different means and deviations: what is made of another row's shows in 16 bits, too."""
-    row = torch.arange(shape[0], device=device)[:, None]
-    return torch.randn(*shape, generator=generator, device=device) * (0.5 + row % 7) + (row % 5 - 2)
 
 
 def _steep(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -65,11 +54,7 @@ def _vast(generator: torch.Generator, shape: Sequence[int], device: torch.device
     return x
 
 
-def _seed(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([2**40 + 7, -5], device=device)
-
-
-DROPPED = {"seed": T(2, dtype=torch.int64, init=_seed), "p": 0.3}
+DROPPED = {"seed": T(2, dtype=torch.int64, init=dropout_seed), "p": 0.3}
 
 
 def _cases(**options: object) -> list[Case]:
@@ -127,7 +112,7 @@ def _cases(**options: object) -> list[Case]:
         Case("strided_three_dims", args(2, 3, 40, layout="strided"), SMALL),
         Case("causal_strided", args(2, 6, 40, layout="strided") | {"causal": True}, SMALL),
         Case("transposed", args(9, 12, layout="transposed"), SMALL),
-        Case("part", args(5, 64, init=_part), SMALL),
+        Case("part", args(5, 64, init=first_half), SMALL),
         Case("heads", args(2, 3, 5, 64, init=tokens_first), SMALL),
         Case("no_rows", args(0, 16), SMALL),
         Case("no_rows_three_dims", args(3, 0, 16), TEST),
@@ -135,26 +120,26 @@ def _cases(**options: object) -> list[Case]:
         Case("parts", args(3, 33_024), TEST | {"compile"}),
         Case("parts_whole", args(3, 16_384), TEST | {"compile"}),
         Case("parts_negative", args(2, 16_640) | {"scale": -2.5}, TEST | {"compile"}),
-        Case("parts_4096", args(301, 4096, init=_uneven), GPU),
-        Case("uneven_one_warp", args(5001, 1200, init=_uneven), GPU),
-        Case("uneven_two_warps", args(4001, 2896, init=_uneven) | {"scale": 0.125}, GPU),
+        Case("parts_4096", args(301, 4096, init=uneven), GPU),
+        Case("uneven_one_warp", args(5001, 1200, init=uneven), GPU),
+        Case("uneven_two_warps", args(4001, 2896, init=uneven) | {"scale": 0.125}, GPU),
         Case("uneven_four_warps", args(2001, 7696), GPU),
-        Case("uneven_few", args(151, 1168, init=_uneven), GPU),
+        Case("uneven_few", args(151, 1168, init=uneven), GPU),
         Case("uneven_strided", args(400, 640, layout="strided"), GPU),
         Case("uneven_masked", args(333, 1136, init=_masked), GPU),
         Case("uneven_dead_row", args(5, 2320, init=_dead, grad=False), GPU),
         Case("uneven_lowest", args(3, 4544, dtype=torch.bfloat16, init=_lowest(torch.bfloat16), grad=False), GPU, FP32),
         Case("uneven_no_scale", args(9, 2320) | {"scale": 0.0}, GPU),
         Case("uneven_negative_scale", args(333, 1520) | {"scale": -2.5}, GPU),
-        Case("parts_4352", args(70, 4352, init=_uneven) | {"scale": 0.125}, GPU),
-        Case("parts_20480", args(33, 20_480, init=_uneven), GPU),
+        Case("parts_4352", args(70, 4352, init=uneven) | {"scale": 0.125}, GPU),
+        Case("parts_20480", args(33, 20_480, init=uneven), GPU),
         Case("parts_lowest", args(3, 8192, dtype=torch.bfloat16, init=_lowest(torch.bfloat16), grad=False), GPU, FP32),
-        Case("parts_whole_many_rows", args(301, 65_536, init=_uneven), GPU),
+        Case("parts_whole_many_rows", args(301, 65_536, init=uneven), GPU),
         Case("parts_whole_masked", args(5, 8192, init=_masked) | {"scale": 0.5}, GPU),
         Case("parts_whole_dead_row", args(3, 24_576, init=_dead, grad=False), GPU),
-        Case("parts_many_rows", args(901, 36_864, init=_uneven), GPU),
+        Case("parts_many_rows", args(901, 36_864, init=uneven), GPU),
         Case("parts_strided", args(40, 36_864, layout="strided"), GPU),
-        Case("parts_part", args(37, 65_536, init=_part), GPU),
+        Case("parts_part", args(37, 65_536, init=first_half), GPU),
         Case("parts_steep", args(5, 131_072, init=_steep), GPU),
         Case("parts_shifted", args(2, 66_048, init=_shifted), GPU),
         Case("parts_masked", args(3, 98_304, init=_masked), GPU),
