@@ -25,7 +25,6 @@ from tilesmith.cli.output import (
     refuse,
     table,
 )
-from tilesmith.engine.arguments import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +84,8 @@ def command(
     if export is not None:
         check_folder("--export", export)
     where = device_named(device)
+    from tilesmith.engine.arguments import dtype_name
+
     kind = dtype_named(dtype, where)
     with messages_to_stderr(as_json):
         subject = _subject(model, _text(text), where, kind, seed)

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from tilesmith.cli.output import CHECK_FAILED, console, device_named, op_named, print_json, refuse, table
-from tilesmith.engine.arguments import dtype_name
 
 
 def command(
@@ -24,6 +23,7 @@ def command(
 
     Exits with 1 if a case exceeds its budget.
     """
+    from tilesmith.engine.arguments import dtype_name
     from tilesmith.validate import run_cases
     from tilesmith.validate.sampled import run_sampled
 
@@ -60,6 +60,8 @@ def _check_kinds(names: list[str]) -> None:
 
 
 def _row(result) -> dict:
+    from tilesmith.engine.arguments import dtype_name
+
     fields = ("op", "kernel", "case", "passed", "error", "budget", "message")
     return {"dtype": dtype_name(result.dtype), **{f: getattr(result, f) for f in fields}}
 

@@ -15,6 +15,7 @@ from tilesmith.engine.case import GPU, HALF, SMALL, TEST, TIMED, UNCHECKED, Init
 from tilesmith.engine.inits import dropout_seed, far_heads, int32s, tokens_first
 from tilesmith.ops.attn.cases import decode as decode_cases
 from tilesmith.ops.attn.cases import fp8 as fp8_cases
+from tilesmith.ops.attn.cases.draws import padding
 from tilesmith.ops.attn.cases.groups import UNEVEN_GROUPS
 from tilesmith.ops.attn.cases.windows import WINDOW_PACKED
 
@@ -60,18 +61,6 @@ def _hidden(generator: torch.Generator, shape: Sequence[int], device: torch.devi
     bias[torch.rand(shape, generator=generator, device=device) < 0.3] = float("-inf")
     bias[..., 3, :] = float("-inf")
     return bias
-
-
-def _padding(*lengths: int) -> Init:
-    """Values that are NaN behind each row's length, in cache slots that nobody wrote."""
-
-    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
-        x = torch.randn(shape, generator=generator, device=device)
-        for row, length in enumerate(lengths):
-            x[row, :, length:] = float("nan")
-        return x
-
-    return init
 
 
 # lengths of 24 documents of 32,768 tokens, drawn once: uniform cuts, as of a shuffled corpus packed to a context
@@ -195,7 +184,7 @@ ATTENTION = [
     Case("lengths", attend(3, 2, 1, 5, 50, causal=True, kv_lengths=(50, 17, 0)), SMALL),
     Case("lengths_full", attend(2, 2, 2, 20, 50, kv_lengths=(50, 3)), SMALL),
     Case("lengths_over_nan", {**attend(2, 2, 2, 9, 40, kv_lengths=(40, 21)), **dict.fromkeys(
-        ("k", "v"), T(2, 2, 40, 16, init=_padding(40, 21)))}, SMALL),
+        ("k", "v"), T(2, 2, 40, 16, init=padding(40, 21)))}, SMALL),
     Case("vectors_apart", {**attend(3, 2, 1, 9, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
         "kv_lengths": T(3, dtype=torch.int32, init=_apart(20, 17, 3))}, SMALL),
     Case("packed_apart", {**attend(1, 2, 2, 15, 20, 64, causal=True), "sinks": T(2, init=_apart(0.5, 2.0)),
@@ -207,7 +196,7 @@ ATTENTION = [
         tokens=60, keys=60, causal=True, window_left=5, prefix_lengths=(39,), bias=(1, 1, 60, 60)), SMALL),
     Case("documents", attend(2, 2, 2, 50, 50, causal=True, documents=(17, 34)), SMALL),
     Case("documents_over_nan", {**attend(tokens=11, keys=5, causal=True, documents=(5, 7)), **dict.fromkeys(
-        ("k", "v"), T(1, 2, 5, 16, init=_padding(0)))}, SMALL),
+        ("k", "v"), T(1, 2, 5, 16, init=padding(0)))}, SMALL),
     Case("documents_cross", attend(1, 2, 2, 33, 60, documents=(17, 50)), SMALL),
     Case("packed", attend(1, 4, 2, 45, 45, causal=True, **PACKED), SMALL),
     Case("packed_cross", attend(1, 2, 2, 40, 64, cu_seqlens_q=(13, 20, 7), cu_seqlens_k=(10, 0, 50)), SMALL),

@@ -28,3 +28,15 @@ def row_lengths(*values: int) -> Init:
         return torch.tensor(values * -(-shape[0] // len(values)), dtype=torch.int32, device=device)[: shape[0]]
 
     return init
+
+
+def padding(*lengths: int) -> Init:
+    """Values that are NaN behind each row's length, in cache slots that nobody wrote."""
+
+    def init(generator: torch.Generator, shape: Sequence[int], device: torch.device) -> Tensor:
+        x = torch.randn(shape, generator=generator, device=device)
+        for row, length in enumerate(lengths):
+            x[row, :, length:] = float("nan")
+        return x
+
+    return init
