@@ -50,6 +50,27 @@ def test_every_form_covers_the_weight_and_fits_a_multiprocessor(weight, tokens):
         assert plan.shape_of(config, dims, _clusters) == shape
 
 
+@pytest.mark.parametrize(
+    ("weight", "tokens", "bits", "shape", "clusters", "us"),
+    [
+        ((14_336, 4096), 8, 40, (8, 2, 16, 14, 1), 66, 15.7), ((14_336, 4096), 16, 40, (16, 2, 16, 14, 1), 66, 19.2),
+        ((14_336, 4096), 32, 40, (32, 2, 16, 14, 1), 66, 26.8), ((14_336, 4096), 64, 40, (32, 2, 16, 14, 2), 66, 48.3),
+        ((14_336, 4096), 32, 80, (32, 2, 16, 14, 1), 66, 36.2), ((14_336, 4096), 64, 39, (32, 2, 16, 14, 2), 66, 56.5),
+        ((4096, 14_336), 64, 40, (32, 8, 16, 13, 3), 15, 61.7), ((4096, 14_336), 16, 39, (16, 7, 8, 8, 1), 32, 26.7),
+        ((3584, 18_944), 16, 40, (16, 8, 16, 15, 1), 15, 24.7), ((4096, 14_336), 128, 40, (16, 7, 8, 8, 8), 32, 128.9),
+    ],
+)  # fmt: skip
+def test_products_take_what_was_predicted(weight, tokens, bits, shape, clusters, us):
+    """As measured on an H200, of which so many clusters run at once."""
+    seconds = plan.time_of(plan.RowsShape(*shape), _dims(*weight, tokens, bits), ARCH, clusters)
+    assert 1e6 * seconds == pytest.approx(us, rel=0.1)
+
+
+@pytest.mark.parametrize(("weight", "us"), [((4096, 14_336), 96.9), ((14_336, 4096), 91.2), ((28_672, 4096), 167.5)])
+def test_dequantising_takes_what_was_predicted(weight, us):
+    assert 1e6 * plan.dequantized_time(_dims(*weight, 32), ARCH) == pytest.approx(us, rel=0.06)
+
+
 @pytest.mark.parametrize("weight", WEIGHTS[:5], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_many_rows_are_multiplied_by_the_dequantised_weight_and_few_are_not(weight):
     assert plan.chosen(_dims(*weight, 4), ARCH, _clusters)[0] is not None

@@ -22,15 +22,14 @@ WHOLE_SMEM = 228 * 1024  # bytes of a multiprocessor
 # (docs/log/adaptive-precision.md).
 CLOCK = 1.75e9
 READ = 0.85  # of the memory's bandwidth that reads reach
-WRITE = 0.55  # and the dequantising kernel, which writes four bytes for each that it reads
+WRITE = 0.6  # and the dequantising kernel, which writes four bytes for each that it reads
 SMEM_BYTES = 128  # of shared memory in a cycle
 L2_BYTES = 64  # from the L2 cache to a multiprocessor in a cycle
 LATENCY = 1300  # of a load while memory is busy
 MMA = 6  # between two products of 16 x 8 x 16 of a scheduler
 SCHEDULERS = 4
 TENSOR = 600e12  # of 16-bit products of the device's library, in a second, for 132 multiprocessors
-LAUNCH = 3500  # of a launch
-FIXED = 7700  # of this kernel's, with what ends it
+FIXED = 7700  # of a launch, with what ends it
 START = 2000  # of a CTA until codes are on their way: its tables, which wait for each other
 SUM = 1400  # of the exchange of sums
 MIXED = 8000  # of a pass over a weight of several widths, whose first loads wait one after another
@@ -113,7 +112,7 @@ def dequantized_time(dims: dict[str, int], arch: Any) -> float:
     bandwidth = arch.bandwidth or 4.8e12
     written, read = 2048 * tiles, (12.8 * dims["bits"] + 64) * tiles
     product = max(written / (READ * bandwidth), 2 * dims["tokens"] * 1024 * tiles / (TENSOR * arch.sms / 132))
-    return 2 * (LAUNCH + START) / CLOCK + (written + read) / (WRITE * bandwidth) + product
+    return 2 * (FIXED + START) / CLOCK + (written + read) / (WRITE * bandwidth) + product
 
 
 def _shape(rows: int, parts: int, num_warps: int, dims: dict[str, int], clusters: int) -> RowsShape:

@@ -27,7 +27,7 @@ SYSTEM_SMEM = 1024  # that the driver adds to each CTA
 
 
 @gluon.jit
-def _warp():
+def warp_number():
     """The number of a thread's warp, one for each warp; found anew each time, and not kept."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
@@ -35,7 +35,7 @@ def _warp():
 
 
 @gluon.jit
-def _copy(to, source, inside):
+def copy_async(to, source, inside):
     """cp.async of 16 bytes a thread where `inside`."""
     gl.inline_asm_elementwise(
         """{
@@ -59,14 +59,14 @@ def _wait(at):
 
 
 @gluon.jit
-def _warp_sync(at):
+def warp_sync(at):
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _of_lane(x, lane):
+def of_lane(x, lane):
     """What another lane of the warp has."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.int32, is_pure=False, pack=1
@@ -74,7 +74,7 @@ def _of_lane(x, lane):
 
 
 @gluon.jit
-def _load_4(at):
+def load_4(at):
     return gl.inline_asm_elementwise(
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [at],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
@@ -87,7 +87,7 @@ def _load_1(at):
 
 
 @gluon.jit
-def _store_2(at, a, b, where):
+def store_2(at, a, b, where):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, $1; }",
         "=r,r,f,f,r", [at, a, b, where.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
@@ -95,7 +95,7 @@ def _store_2(at, a, b, where):
 
 
 @gluon.jit
-def _halves(word):
+def two_halves(word):
     """The two fp16 numbers of a word in fp32."""
     return gl.inline_asm_elementwise(
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
@@ -112,7 +112,7 @@ def _product_of(kind):
 
 
 @gluon.jit
-def _mma(a, b0, b1, c, dtype: gl.constexpr):
+def mma_of_warp(a, b0, b1, c, dtype: gl.constexpr):
     """c + a b of 16 x 8 x 16; a, c: four registers."""
     ASM: gl.constexpr = _product_of("bf16" if dtype == gl.bfloat16 else "f16")
     return gl.inline_asm_elementwise(
@@ -155,7 +155,7 @@ def _load_plane(at, lane, PLANE: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(at, lane, WIDTH: gl.constexpr):
+def load_tile(at, lane, WIDTH: gl.constexpr):
     """A thread's words of the planes of a tile at an address."""
     LOWEST: gl.constexpr = 4 if WIDTH >= 4 else 2
     tile = (_load_plane(at, lane, LOWEST),)
@@ -182,7 +182,7 @@ def _load_pairs(scale_ptr, zero_ptr, place, first, end, lane):
 
 
 @gluon.jit
-def _planes(tile, lane, WIDTH: gl.constexpr):
+def planes_of(tile, lane, WIDTH: gl.constexpr):
     """Words of both planes of a tile: of rows g and g + 8, first and second half of a product. WIDTH 3: fields of 3
     bits; without a second plane the first again."""
     low, high = tile[0], tile[len(tile) - 1]
@@ -197,7 +197,7 @@ def _planes(tile, lane, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _operand(
+def operand_of(
     low, high, STEP: gl.constexpr, APART: gl.constexpr, LOWEST: gl.constexpr, BESIDE: gl.constexpr, BITS: gl.constexpr
 ):
     """The four registers of codes of product STEP of a tile, with BITS around each. APART: bits from one field of the
@@ -226,17 +226,17 @@ def _add_tile(sums, tile, pairs, x_at, lane, WHICH: gl.constexpr, WIDTH: gl.cons
     one = gl.full_like(lane, 0x3F803F80 if dtype == gl.bfloat16 else 0x3C003C00)
     none = gl.full_like(sums[0], 0.0)
     part, total = (none, none, none, none), (none, none, none, none)
-    x = _load_4(x_at) + _load_4(x_at + 16)
-    low, high = _planes(tile, lane, WIDTH)
+    x = load_4(x_at) + load_4(x_at + 16)
+    low, high = planes_of(tile, lane, WIDTH)
     for step in gl.static_range(4):
         b0, b1 = x[2 * step], x[2 * step + 1]
-        part = _mma(_operand(low, high, step, APART, FIELD, BESIDE, MAGIC), b0, b1, part, dtype)
+        part = mma_of_warp(operand_of(low, high, step, APART, FIELD, BESIDE, MAGIC), b0, b1, part, dtype)
         if WIDTH == 8:
-            part = _mma(_operand(high, high, step, 4, 4, 0, MAGIC_16), b0, b1, part, dtype)
-        total = _mma((one, one, one, one), b0, b1, total, dtype)
+            part = mma_of_warp(operand_of(high, high, step, 4, 4, 0, MAGIC_16), b0, b1, part, dtype)
+        total = mma_of_warp((one, one, one, one), b0, b1, total, dtype)
     from_lane = (lane & 28) + WHICH
-    scale_0, scale_8 = _halves(_of_lane(pairs[0], from_lane))
-    zero_0, zero_8 = _halves(_of_lane(pairs[1], from_lane))
+    scale_0, scale_8 = two_halves(of_lane(pairs[0], from_lane))
+    zero_0, zero_8 = two_halves(of_lane(pairs[1], from_lane))
     first = sums[0] + (part[0] - total[0] * (zero_0 + OFFSET)) * scale_0
     second = sums[1] + (part[2] - total[0] * (zero_8 + OFFSET)) * scale_8
     return first, second
@@ -252,7 +252,7 @@ def _width_sums(
     for slot in range(first, end, BATCH):
         tiles = ()
         for b in gl.static_range(BATCH):
-            tiles += (_load_tile(at + gl.minimum(slot + b, end - 1) * (128 * WIDTH), lane, WIDTH),)
+            tiles += (load_tile(at + gl.minimum(slot + b, end - 1) * (128 * WIDTH), lane, WIDTH),)
         pairs = _load_pairs(scale_ptr, zero_ptr, place, slot, end, lane)
         _wait(x_at)  # for x, in the first turn
         for b in gl.static_range(BATCH):
@@ -268,11 +268,11 @@ def _copy_inputs(room, x_ptr, order_ptr, begin, end, lane, CHUNK: gl.constexpr):
     for i in gl.static_range(CHUNK // 4):
         slot = begin + 4 * i + (lane >> 3)
         group = gl.load(order_ptr + gl.minimum(slot, end - 1)).to(gl.int64)
-        _copy(room + (slot - begin) * 128 + part, x_ptr.to(gl.int64) + group * 128 + part, slot < end)
+        copy_async(room + (slot - begin) * 128 + part, x_ptr.to(gl.int64) + group * 128 + part, slot < end)
 
 
 @gluon.jit
-def _words_before(ends, slot):
+def words_before(ends, slot):
     """Words of a strip before a slot; ends: of the slots of up to 2, 3, 4 and 6 bits."""
     fewer = gl.minimum(slot, ends[0]) + gl.minimum(slot, ends[1])
     return 32 * (8 * slot - fewer - 2 * (gl.minimum(slot, ends[2]) + gl.minimum(slot, ends[3])))
@@ -282,10 +282,10 @@ def _words_before(ends, slot):
 def _store(y_ptr, sums, base, strip, num_rows, thread):
     """Add the sums of the warps and store them; those of rows g and g + 8 lie side by side in shared memory."""
     W: gl.constexpr = gl.num_warps()
-    warp = _warp()
+    warp = warp_number()
     lane = thread & 31
     syncthreads()  # no warp reads its x any more
-    _store_2(base + (warp * 16 + (lane >> 2) * 2) * 4, sums[0], sums[1], lane & 3 == 0)
+    store_2(base + (warp * 16 + (lane >> 2) * 2) * 4, sums[0], sums[1], lane & 3 == 0)
     syncthreads()
     if warp == 0:
         element = gl.minimum(thread, 15)
@@ -307,7 +307,7 @@ def packed_row_kernel(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     base = reserve_smem(ROOM, 128, "")
     strip = gl.program_id(0)
-    warp = _warp()
+    warp = warp_number()
     thread = gl.arange(0, 32 * gl.num_warps(), LANES)
     lane = thread & 31
     room = base + warp * (CHUNK * 128)
@@ -323,7 +323,7 @@ def packed_row_kernel(
     sums = none, none
     for begin in range(first, last, CHUNK):
         end = gl.minimum(begin + CHUNK, last)
-        _warp_sync(room)  # no thread reads x of the chunk before
+        warp_sync(room)  # no thread reads x of the chunk before
         _copy_inputs(room, x_ptr, order_ptr + slots, begin, end, lane, CHUNK)
         x_at = room - begin * 128 + (lane & 3) * 32
         low = begin
@@ -331,13 +331,13 @@ def packed_row_kernel(
             high = end
             if i < 4:
                 high = gl.minimum(ends[i], end)
-            at = codes_at + (_words_before(ends, low) * 4 - low * (128 * WIDTHS[i]))
+            at = codes_at + (words_before(ends, low) * 4 - low * (128 * WIDTHS[i]))
             sums = _width_sums(
                 sums, at, scale_ptr, zero_ptr, place, x_at, low, high, lane, WIDTHS[i],
                 BATCH // 2 if WIDTHS[i] == 8 else BATCH, dtype,
             )  # fmt: skip
             low = gl.maximum(low, high)
-    _store(y_ptr, sums, room - _warp() * (CHUNK * 128), strip, num_rows, thread)
+    _store(y_ptr, sums, room - warp_number() * (CHUNK * 128), strip, num_rows, thread)
 
 
 class RowShape(NamedTuple):

@@ -15,18 +15,18 @@ from tilesmith.engine import launch
 from tilesmith.ops.quant.hopper.packed import WIDTHS, magic
 from tilesmith.ops.quant.hopper.packed_plan import BATCH_OF, HEAD, LINE, REGISTERS, RowsShape, room_of
 from tilesmith.ops.quant.hopper.packed_row import (
-    _copy,
-    _halves,
-    _load_4,
-    _load_tile,
-    _mma,
-    _of_lane,
-    _operand,
-    _planes,
-    _store_2,
-    _warp,
-    _warp_sync,
-    _words_before,
+    copy_async,
+    load_4,
+    load_tile,
+    mma_of_warp,
+    of_lane,
+    operand_of,
+    planes_of,
+    store_2,
+    two_halves,
+    warp_number,
+    warp_sync,
+    words_before,
 )
 
 SEARCHED = 8  # times 32 slots of a strip are searched at once
@@ -163,8 +163,8 @@ def _find_tiles(found, order_ptr, first, span, num_groups, ends, lane):
         if k > 0:
             slot = ends[k - 1]
         # of slot 0 if it had this width
-        _store_int(found + 20 + 4 * k, lane * 0 + (_words_before(ends, slot) * 4 - slot * (128 * WIDTHS[k])), lane == 0)
-    _warp_sync(found)
+        _store_int(found + 20 + 4 * k, lane * 0 + (words_before(ends, slot) * 4 - slot * (128 * WIDTHS[k])), lane == 0)
+    warp_sync(found)
 
 
 @gluon.jit
@@ -176,13 +176,13 @@ def _copy_inputs(base, x_ptr, x_row, first_token, num_tokens, first, span, threa
         part, token, group = i & 7, i // 8 % N, i // (8 * N)
         row = gl.minimum(first_token + token, num_tokens - 1).to(gl.int64)
         source = x_ptr.to(gl.int64) + row * (x_row * 16) + ((first + group) * 128 + part * 16)
-        _copy(base + group * (128 * N) + token * 128 + (part ^ (token & 1)) * 16, source, group < span)
+        copy_async(base + group * (128 * N) + token * 128 + (part ^ (token & 1)) * 16, source, group < span)
 
 
 @gluon.jit
 def _inputs(at, J: gl.constexpr):
     """What the four products of a tile take of the J-th eight rows of x. at: of the two parts of a thread."""
-    return _load_4(at[0] + J * 1024) + _load_4(at[1] + J * 1024)
+    return load_4(at[0] + J * 1024) + load_4(at[1] + J * 1024)
 
 
 @gluon.jit
@@ -190,14 +190,14 @@ def _add_inputs(place, totals, span, lane, N: gl.constexpr, dtype: gl.constexpr)
     """The sum of 64 inputs for each group and row: [group, row]. A warp takes every so many groups."""
     one = gl.full_like(lane, 0x3F803F80 if dtype == gl.bfloat16 else 0x3C003C00)
     none = gl.full_like(lane, 0).to(gl.float32)
-    for group in range(_warp(), span, gl.num_warps()):
+    for group in range(warp_number(), span, gl.num_warps()):
         at = place + group * (128 * N)
         for j in gl.static_range(N // 8):
             x = _inputs((at, at ^ 16), j)
             total = (none, none, none, none)
             for step in gl.static_range(4):
-                total = _mma((one, one, one, one), x[2 * step], x[2 * step + 1], total, dtype)
-            _store_2(totals + group * (4 * N) + j * 32 + lane * 8, total[0], total[1], lane < 4)
+                total = mma_of_warp((one, one, one, one), x[2 * step], x[2 * step + 1], total, dtype)
+            store_2(totals + group * (4 * N) + j * 32 + lane * 8, total[0], total[1], lane < 4)
 
 
 @gluon.jit
@@ -215,15 +215,15 @@ def _add_tile(
     MAGIC_16: gl.constexpr = magic(dtype)[2]
     OFFSET: gl.constexpr = ONE * 17 if WIDTH == 8 else ONE
     none = gl.full_like(lane, 0).to(gl.float32)
-    low, high = _planes(tile, lane, WIDTH)
+    low, high = planes_of(tile, lane, WIDTH)
     codes = ()
     for step in gl.static_range(4):
-        codes += (_operand(low, high, step, APART, FIELD, BESIDE, MAGIC),)
+        codes += (operand_of(low, high, step, APART, FIELD, BESIDE, MAGIC),)
         if WIDTH == 8:
-            codes += (_operand(high, high, step, 4, 4, 0, MAGIC_16),)
+            codes += (operand_of(high, high, step, 4, 4, 0, MAGIC_16),)
     from_lane = (lane & 28) + WHICH
-    scale_0, scale_8 = _halves(_of_lane(pairs[0], from_lane))
-    zero_0, zero_8 = _halves(_of_lane(pairs[1], from_lane))
+    scale_0, scale_8 = two_halves(of_lane(pairs[0], from_lane))
+    zero_0, zero_8 = two_halves(of_lane(pairs[1], from_lane))
     zero_0, zero_8 = zero_0 + OFFSET, zero_8 + OFFSET
     added = ()
     at = place + group * (128 * N)
@@ -235,10 +235,10 @@ def _add_tile(
         for step in gl.static_range(4):
             b0, b1 = x[2 * step], x[2 * step + 1]
             if WIDTH == 8:
-                part = _mma(codes[2 * step], b0, b1, part, dtype)
-                part = _mma(codes[2 * step + 1], b0, b1, part, dtype)
+                part = mma_of_warp(codes[2 * step], b0, b1, part, dtype)
+                part = mma_of_warp(codes[2 * step + 1], b0, b1, part, dtype)
             else:
-                part = _mma(codes[step], b0, b1, part, dtype)
+                part = mma_of_warp(codes[step], b0, b1, part, dtype)
         added += (
             sums[4 * j] + (part[0] - total_0 * zero_0) * scale_0,
             sums[4 * j + 1] + (part[1] - total_1 * zero_0) * scale_0,
@@ -264,12 +264,12 @@ def _load_batch(at, tables, found, first, end, lane, WIDTH: gl.constexpr, BATCH:
     tiles = ()
     for b in gl.static_range(BATCH):
         entry = _load_int(found + _HEAD + gl.minimum(first + b, end - 1) * 4)
-        tiles += (_load_tile(at + (entry & 0xFFFF) * (128 * WIDTH), lane, WIDTH),)
+        tiles += (load_tile(at + (entry & 0xFFFF) * (128 * WIDTH), lane, WIDTH),)
     which = gl.minimum(first + (lane & 3), end - 1)
     place = tables[2] + (_load_int(found + _HEAD + which * 4) & 0xFFFF) * 32
     scale_at, zero_at = tables[0] + place, tables[1] + place
     halves = _load_half(scale_at), _load_half(scale_at + 16), _load_half(zero_at), _load_half(zero_at + 16)
-    _warp_sync(found)  # ptxas moves no load across it
+    warp_sync(found)  # ptxas moves no load across it
     return tiles, halves
 
 
@@ -318,7 +318,7 @@ def _strip_sums(
     slots: of all strips before."""
     codes_at = (codes_ptr + gl.load(table)).to(gl.int64)
     ends = gl.load(table + 1), gl.load(table + 2), gl.load(table + 3), gl.load(table + 4)
-    _warp_sync(found)
+    warp_sync(found)
     _find_tiles(found, order_ptr + slots, first, span, num_groups, ends, lane)
     # int32: codes have fewer than 2^31 words, 64 and more for each 32 bytes of a table
     tables = scale_ptr.to(gl.int64), zero_ptr.to(gl.int64), slots.to(gl.int32) * 32 + (lane >> 2) * 2
@@ -406,7 +406,7 @@ def packed_rows_kernel(
     FOUND: gl.constexpr = _HEAD + SPAN * 4
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     base = _room(X + TOTALS + W * (SUMS + FOUND))
-    warp = _warp()
+    warp = warp_number()
     thread = gl.arange(0, 32 * W, LANES)
     lane = thread & 31
     part = gl.program_id(0) % PARTS
