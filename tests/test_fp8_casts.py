@@ -35,6 +35,16 @@ def _assert_same_bits(found, want):
             torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_finite_numbers_never_become_nan(format):
+    """Those that overflow fp32 when they are divided by the factor of a far smaller bound become the largest."""
+    x = torch.tensor([[3e38, -(2.0**121), 0.0, torch.inf, torch.nan]], dtype=torch.bfloat16)
+    x8 = reference.fp8_cast(x, torch.ones(1), torch.zeros(1), format)[0]
+    largest = reference.GREATEST[format]
+    assert x8[0, :3].float().tolist() == [largest, -largest, 0.0]
+    assert x8[0, 3:].float().isnan().all()
+
+
 def test_tiles_go_by_bands(needs_triton):
     """Five rows of tiles, four at a time: each is made, whatever the order."""
     x, tile = _odd(144, 70, torch.bfloat16), "triton:block_rows=32:block_cols=64:num_warps=4:bands=4"

@@ -149,11 +149,11 @@ def _turned(weight8_t: Tensor, dtype: torch.dtype) -> Tensor:
 def _cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows x [S, N] after a cast to 8 bits and back, and the factors [S, 1]."""
     factor = factors_of_rows(x, FORMAT).to(x.dtype)
-    return cast(x / factor, FORMAT).to(x.dtype) * factor, factor
+    return cast(x, FORMAT, factor).to(x.dtype) * factor, factor
 
 
 def _by_experts(x: Tensor, factor: Tensor, sizes: list[int]) -> Tensor:
     """Rows x [S, N] that were cast by factors [S, 1], cast again by the largest of their expert."""
     largest_of = [part.amax().expand(len(part)) for part in factor[:, 0].split(sizes) if len(part)]
     wide = torch.cat(largest_of)[:, None] if largest_of else factor
-    return cast(x / wide, FORMAT).to(x.dtype) * wide
+    return cast(x, FORMAT, wide).to(x.dtype) * wide

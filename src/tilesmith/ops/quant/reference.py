@@ -48,9 +48,9 @@ def fp8_cast(
     gradient.
     """
     factor = factor_of(bound, format)
-    values = x / factor.to(wide(x))
+    x8 = cast(x, format, factor.to(wide(x)))
     amax.copy_(torch.maximum(amax, largest(x).to(amax.dtype)) if x.numel() else amax)
-    return *both(cast(values, format), rows, columns), factor.to(torch.float32)
+    return *both(x8, rows, columns), factor.to(torch.float32)
 
 
 def fp8_cast_stack(
@@ -105,7 +105,7 @@ def fp8_cast_rows(x: Tensor, format: str = "e4m3") -> tuple[Tensor, Tensor]:
     """
     flat = as_rows(x).to(wide(x))
     factor = factors_of_rows(flat, format)
-    return cast(flat / factor, format).contiguous().view(x.shape), factor.to(torch.float32)
+    return cast(flat, format, factor).contiguous().view(x.shape), factor.to(torch.float32)
 
 
 def fp8_cast_blocks(
@@ -138,7 +138,7 @@ def fp8_cast_experts(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     size = weight.detach().to(wide(weight)).abs().amax((1, 2)) if weight.numel() else weight.new_zeros(weight.shape[0])
     factor = factor_of(size, "e4m3")
-    weight8 = cast(weight / factor.to(wide(weight))[:, None, None], "e4m3").contiguous()
+    weight8 = cast(weight, "e4m3", factor.to(wide(weight))[:, None, None]).contiguous()
     return weight8, weight8.transpose(1, 2).contiguous(), factor.to(torch.float32)
 
 
@@ -216,7 +216,7 @@ def swiglu_vjp_fp8(
     dgate = d * u * (sigmoid + value * (1 - sigmoid))
     both_gradients = torch.cat((dgate, d * value), 1).to(gate.dtype)
     d8, d8_t, factor = fp8_cast(both_gradients, bound, amax, format, True, True)
-    h8 = cast((value * u).to(gate.dtype) / h_factor.to(acc), h_format)
+    h8 = cast((value * u).to(gate.dtype), h_format, h_factor.to(acc))
     return d8, d8_t, both(h8, False, True)[1], factor
 
 
@@ -280,10 +280,10 @@ def largest(x: Tensor, dim: int | None = None) -> Tensor:
     return x.abs().amax(dim, keepdim=True) if x.shape[dim] else x.sum(dim, keepdim=True)
 
 
-def cast(values: Tensor, format: str) -> Tensor:
-    """Numbers that were divided by their factor, rounded to 8 bits: finite ones saturate, others become NaN."""
+def cast(x: Tensor, format: str, factor: Tensor | float = 1.0) -> Tensor:
+    """x / factor rounded to 8 bits: finite x saturate, even where the quotient overflows; others become NaN."""
     limit = GREATEST[format]
-    return torch.where(values.isfinite(), values.clamp(-limit, limit), torch.nan).to(FORMATS[format])
+    return torch.where(x.isfinite(), (x / factor).clamp(-limit, limit), torch.nan).to(FORMATS[format])
 
 
 def both(x8: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
@@ -318,6 +318,6 @@ def _by_blocks(x: Tensor, format: str, square: bool) -> tuple[Tensor, Tensor]:
     tiles = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // BLOCK, BLOCK)
     size = tiles.abs().amax((1, 3)) if tiles.numel() else tiles.sum((1, 3))
     factor = factor_of(size, format)
-    x8 = cast(tiles / factor[:, None, :, None].to(tiles.dtype), format).reshape(padded.shape)[:m, :n].contiguous()
+    x8 = cast(tiles, format, factor[:, None, :, None].to(tiles.dtype)).reshape(padded.shape)[:m, :n].contiguous()
     factor = factor.to(torch.float32)
     return x8, factor.contiguous() if square else factor.new_empty(factor.shape[::-1]).t().copy_(factor)
