@@ -10,7 +10,7 @@ from torch import nn
 
 from tilesmith.engine import torch_private
 from tilesmith.engine.timing import EVENTS
-from tilesmith.models.sizing.sample_inputs import Sample, loss_of
+from tilesmith.models.sizing.sample_inputs import Sample
 
 NEAR = 0.02  # of a step's peak: how far off that of a step may be that runs under a dispatch mode
 
@@ -73,12 +73,8 @@ def _watched(model: nn.Module, sample: Sample, batch: int, backward: bool, devic
     for parameter in model.parameters():
         parameter.grad = None
     levels = _Levels(device)
-    args, kwargs = sample.batched(batch)
-    with levels, torch.set_grad_enabled(backward):
-        out = model(*args, **kwargs)
-        if backward:
-            out = loss_of(out)  # and nothing else, as in `Sample.step`
-            out.backward()
+    with levels:
+        sample.step(model, batch, backward=backward)
     return Moments(batch, tuple(levels.operators), tuple(levels.levels))
 
 

@@ -15,7 +15,6 @@ PARTS = tuple(range(1, 9))  # CTAs of a cluster, which the device runs without a
 HEAD = 48  # bytes before the tiles that a warp found: how many have up to 2, 3, 4, 6 and 8 bits; their words' places
 LINE = 80  # bytes from the sums of a row of x to those of the next
 SYSTEM_SMEM = 1024  # bytes that the driver adds to each CTA
-SCRATCH = 2048  # bytes that Gluon's compiler may add
 WHOLE_SMEM = 228 * 1024  # bytes of a multiprocessor
 
 # The model, in cycles. Facts of Hopper but for FIXED, START, SUM and MIXED, which times of an H200 gave
