@@ -96,12 +96,17 @@ NARROW_BLOCKS = [
 ]
 
 
+def _check(name, dtype, forward, backward):
+    """A case by two pinned kernels."""
+    op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
+    pins = {"attention": forward, "attention_vjp": backward}
+    result = next(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pins))
+    assert result.passed and not result.message, result.message
+
+
 @pytest.mark.parametrize(("name", "config"), [*_grouped(), *NARROW_BLOCKS])
 def test_groups_whose_parts_have_tiles_of_their_own(name, config):
-    op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
-    pins = {"attention": "hopper", "attention_vjp": f"hopper:{config}"}
-    result = next(check_each(op, ("hopper",), case, "cuda", torch.bfloat16, pinned=pins))
-    assert result.passed and not result.message, result.message
+    _check(name, torch.bfloat16, "hopper", f"hopper:{config}")
 
 
 def _packs():
@@ -114,10 +119,7 @@ def _packs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "heads"), _packs())
 def test_tiles_of_windows_that_hold_queries_of_several_heads(name, heads, dtype):
-    op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
-    pins = {"attention": f"hopper:heads={heads}", "attention_vjp": "hopper"}
-    result = next(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pins))
-    assert result.passed and not result.message, result.message
+    _check(name, dtype, f"hopper:heads={heads}", "hopper")
 
 
 SHARED = (
@@ -138,7 +140,4 @@ def _shared():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "heads"), _shared())
 def test_tiles_without_a_window_that_hold_queries_of_several_heads(name, heads, dtype):
-    op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
-    pins = {"attention": f"hopper:heads={heads}", "attention_vjp": "hopper"}
-    result = next(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pins))
-    assert result.passed and not result.message, result.message
+    _check(name, dtype, f"hopper:heads={heads}", "hopper")

@@ -13,6 +13,7 @@ from torch import nn
 from tilesmith import rewrite
 from tilesmith.engine import explain, ops
 from tilesmith.engine.argument_checks import flag, number, size
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.engine.timing import EVENTS
 from tilesmith.hardware.capacity import Capacity, capacity_of
@@ -282,7 +283,7 @@ class HardwareAbstractionLayer:
             raise ValueError(f"{who}: {lost} is on meta and has no values; load the model first")
 
     def _check_dtype(self, dtype: Any) -> None:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         if not isinstance(dtype, torch.dtype) or name not in ("bfloat16", "float16"):
             raise ValueError(
                 f"optimize_for_hardware: dtype must be torch.bfloat16, torch.float16 or None, got {dtype!r}"
@@ -300,9 +301,9 @@ class HardwareAbstractionLayer:
         return any(missing(backend, where) is None for backend in backends)
 
     def _precision(self, model: nn.Module, dtype: torch.dtype | None) -> str:
-        have = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+        have = {dtype_name(p.dtype) for p in model.parameters() if p.is_floating_point()}
         if dtype is not None:
-            return f"Precision: the forward runs under autocast to {str(dtype).removeprefix('torch.')}."
+            return f"Precision: the forward runs under autocast to {dtype_name(dtype)}."
         best = next((name for name in ("bfloat16", "float16") if name in self.arch.dtypes), None)
         odd = sorted(name for name in have if name not in self.arch.dtypes)
         if odd:
