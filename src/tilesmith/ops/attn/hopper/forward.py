@@ -20,7 +20,6 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.columns import (
-    add_products,
     load_tile,
     rest_tile,
     rows_product,
@@ -30,12 +29,15 @@ from tilesmith.ops.attn.hopper.columns import (
     zero_sums,
 )
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
+from tilesmith.ops.attn.hopper.joined import add_values, load_values, parts_of, value_tiles
 from tilesmith.ops.attn.hopper.softmax import (
+    HOLD,
     NOTHING,
     apply_mask,
     doubled,
     exponentiate,
     finish_softmax,
+    hold,
     pack,
     tanh,
     unpack,
@@ -81,9 +83,7 @@ def _produce(parts, descs, counter, table, lists, indices):
                     )  # fmt: skip
             t = count % walk.V_STAGES
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
-            load_tile(
-                v_desc, v_rest_desc, kv_corner, v_full.index(t), v.index(t), v_rest.index(t), walk.V_REST, walk.PACKED
-            )
+            load_values(v_desc, v_rest_desc, kv_corner, v_full.index(t), v, v_rest, t, walk)
             count += 1
         number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
@@ -180,19 +180,24 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     mbarrier_wait(k_full, k_phase)
     qk_made = rows_product(q_tile, q_rest, k_tile, k_rest, zero, walk.REST)
     mbarrier_wait(v_full, v_phase)
-    acc_made, rest_made = add_products(p, v_tile, v_rest, acc, acc_rest, walk.V_REST)
+    acc_made, rest_made = add_values(p, v_tile, v_rest, acc, acc_rest, walk)
     if walk.TURNS:
         named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
     if drop is not None:
         kept = kept_keys(drop, first, walk.BN)
-    qk = wgmma_wait(2 if walk.V_REST > 0 else 1, deps=[qk_made])
+    qk = wgmma_wait(2 if walk.V_REST > 0 and walk.ATOM == 0 else 1, deps=[qk_made])
     mbarrier_arrive(k_empty)
     if SOFTCAP:
         qk = tanh(qk * inner)
     if EDGE:
         qk = apply_mask(qk, walk, queries, first, walk.LEFT)
     new, decay, new_top = exponentiate(qk, top, scale, EDGE)
-    total = total * decay + gl.sum(new, 1)
+    fresh = gl.sum(new, 1)
+    if HOLD > 0:
+        if HOLD != 3:
+            new = pack(new, q_tile.dtype)
+        fresh = hold(fresh)
+    total = total * decay + fresh
     if drop is None:
         acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
     elif walk.V_REST > 0:  # the products read p from registers, which no draw must take before
@@ -201,7 +206,8 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
         acc, p = wgmma_wait(0, deps=[acc_made, p])
     mbarrier_arrive(v_empty)
     acc, acc_rest = scale_rows(acc, acc_rest, decay, walk.V_REST)
-    new = pack(new, q_tile.dtype)
+    if HOLD == 0 or HOLD == 3:
+        new = pack(new, q_tile.dtype)
     if drop is not None:
         new = dropped(new, kept)
     return acc, acc_rest, total, new_top, new
@@ -279,11 +285,10 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                 if dropout is not None:
                     first = walk.key(begin, blocks, 1, entry, lists, indices)
                 k_tile = k.index(s).reshape([BN, D])
-                v_tile = v.index(behind).reshape([BN, DV])
-                v_tile_rest = rest_tile(v_rest, behind, v_tile, walk.V_REST).slice(0, BN // 2)
+                v_tile, v_tile_rest = value_tiles(v, v_rest, behind, walk, BN // 2)
                 rests = acc_rest, q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST), v_tile_rest
                 acc, acc_rest, total, top, p = next_block(
-                    C, walk, q_tile, k_tile, v_tile.slice(0, BN // 2),
+                    C, walk, q_tile, k_tile, v_tile,
                     (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                     (k_empty.index(s), v_empty.index(behind)), unpack(few, dtype, P), acc, total, top, queries, first,
                     inner, scale, False, SOFTCAP, dropping, rests,
@@ -330,8 +335,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                     if phase != 1 or dropout is not None:
                         first = walk.key(begin, blocks, j, entry, lists, indices)
                     k_tile = k.index(s).reshape([BN, D])
-                    v_tile = v.index(behind).reshape([BN, DV])
-                    v_tile_rest = rest_tile(v_rest, behind, v_tile, walk.V_REST)
+                    v_tile, v_tile_rest = value_tiles(v, v_rest, behind, walk, BN)
                     acc, acc_rest, total, top, p = next_block(
                         C, walk, q_tile, k_tile, v_tile,
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
@@ -344,9 +348,8 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
             mbarrier_arrive(q_empty.index(box))
         t = count % walk.V_STAGES
         mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        v_tile = v.index(t).reshape([BN, DV])
-        v_tile_rest = rest_tile(v_rest, t, v_tile, walk.V_REST)
-        acc_made, rest_made = add_products(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk.V_REST)
+        v_tile, v_tile_rest = value_tiles(v, v_rest, t, walk, BN)
+        acc_made, rest_made = add_values(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk)
         count += 1
         first_head = head * walk.HEADS
         factor, lse = finish_softmax(top, total, first_head + heads, sinks_ptr)
@@ -390,6 +393,7 @@ def attention_fwd_kernel(
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
     k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None, out_rest_desc=None,
     out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1,
+    ATOM: gl.constexpr = 0, V_COLS: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of HEADS heads that share keys (`Walk`). table: tiles of documents
     (`query_tiles_kernel`), the order of the lists' tiles, or None. lists: tiles of block lists of LIST_K keys
@@ -416,7 +420,7 @@ def attention_fwd_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, 64 // HEADS * CONSUMERS, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
-        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS,
+        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS, ATOM, V_COLS,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
@@ -424,13 +428,15 @@ def attention_fwd_kernel(
     if REST > 0:
         q_rest = smem_tiles(Q_STAGES * CONSUMERS, q_rest_desc)
         k_rest = smem_tiles(STAGES, k_rest_desc)
-    v = smem_tiles(V_STAGES, v_desc)
+    V_TILES: gl.constexpr = V_STAGES * parts_of(DV + V_REST, ATOM) if ATOM > 0 else V_STAGES
+    v = smem_tiles(V_TILES, v_desc)
     out = q
     if not OUT_IN_Q and out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
     v_rest, out_rest = v, out
     if V_REST > 0:
-        v_rest = smem_tiles(V_STAGES, v_rest_desc)
+        if ATOM == 0:
+            v_rest = smem_tiles(V_STAGES, v_rest_desc)
         if out_ptr is None:
             out_rest = smem_tiles(CONSUMERS, out_rest_desc)
     queue = tile_queue(CONSUMERS, 1)

@@ -52,12 +52,14 @@ class Walk:
     REST: gl.constexpr
     V_REST: gl.constexpr
     HEADS: gl.constexpr
+    ATOM: gl.constexpr
+    V_COLS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
-        STREAM_K=False, REST=0, V_REST=0, HEADS=1,
+        STREAM_K=False, REST=0, V_REST=0, HEADS=1, ATOM=0, V_COLS=0,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -72,6 +74,7 @@ class Walk:
         self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN * HEADS <= 64 * (CONSUMERS - 1))
         self.STREAM_K = gl.constexpr(STREAM_K)
         self.REST, self.V_REST, self.HEADS = gl.constexpr(REST), gl.constexpr(V_REST), gl.constexpr(HEADS)
+        self.ATOM, self.V_COLS = gl.constexpr(ATOM), gl.constexpr(V_COLS)
 
     @gluon.jit
     def tiles(self):
@@ -127,7 +130,8 @@ class Walk:
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
             self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
-            self.V_STAGES, self.STREAM_K, self.REST, self.V_REST, self.HEADS,
+            self.V_STAGES, self.STREAM_K, self.REST, self.V_REST, self.HEADS, self.ATOM,
+            self.V_COLS,
         )  # fmt: skip
 
     @gluon.jit

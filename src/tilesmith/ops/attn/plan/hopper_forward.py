@@ -53,6 +53,25 @@ def value_parts(dim: int) -> tuple[int, int]:
     return (64, rest) if rest else (columns(dim), 0)
 
 
+def joined_columns(s: Shape, config: HopperConfig) -> tuple[int, int]:
+    """Columns of the parts of a tile of values that lie together, and columns of its products; 0 where they do not."""
+    import os
+    _, rest = value_parts(s.value_dim)
+    if not rest or os.environ.get("TS_APART"):
+        return 0, 0
+    (wide, key_rest), cols = key_parts(s.dim), -(-s.value_dim // 8) * 8
+    padded = {
+        "CONSUMERS": config.consumers, "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages,
+        "Q_STAGES": config.q_stages, "BN": config.block_n, "D": wide, "REST": key_rest, "DV": 64, "V_REST": rest,
+        "ATOM": 64, **({"DIM_V": s.value_dim} if s.out_fp32 else {}),
+    }  # fmt: skip
+    atom = 64 if rest == 16 and smem.forward(padded, s.q_bytes) <= smem.HOPPER else rest
+    atom = int(os.environ.get("TS_ATOM", "0")) or atom
+    if os.environ.get("TS_COLS16"):
+        cols = 64 + rest
+    return atom, cols
+
+
 class Tables(NamedTuple):
     """What describes tiles that differ from head to head or from document to document: the steps that make it and its
     buffers. blocks: how many tiles of a head there may be."""
@@ -350,8 +369,9 @@ class _Call(NamedTuple):
         for name, of_keys in (("q", True), ("k", True), ("v", False), ("out", False)):
             wide, rest = key_parts(self.s.dim) if of_keys else value_parts(self.s.value_dim)
             heads = self.heads if name in ("q", "out") else 1
-            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, heads, wide if rest else 0)
-            if rest:
+            atom = joined_columns(self.s, self.config)[0] if name == "v" else 0
+            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, heads, atom or (wide if rest else 0))
+            if rest and not atom:
                 found[f"{name}_rest_desc"] = Tile(name, rows[name], self.s.packed, heads, rest)
         if self.s.out_fp32:
             found.pop("out_rest_desc", None)
@@ -362,6 +382,9 @@ class _Call(NamedTuple):
         s, config = self.s, self.config
         (wide, rest), (value_wide, value_rest) = key_parts(s.dim), value_parts(s.value_dim)
         rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
+        atom, cols = joined_columns(s, config)
+        if atom:
+            rests |= {"ATOM": atom, "V_COLS": cols}
         return {
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
             "BN": config.block_n, "D": wide, "DV": value_wide, "CONSUMERS": config.consumers,
