@@ -69,7 +69,9 @@ def joined_columns(s: Shape, config: HopperConfig) -> tuple[int, int]:
     atom = int(os.environ.get("TS_ATOM", "0")) or atom
     if os.environ.get("TS_COLS16"):
         cols = 64 + rest
-    return atom, cols
+    values = (config.v_stages or config.stages) * config.block_n * atom * -(-(64 + rest) // atom)
+    others = config.stages * config.block_n * wide, 64 * config.consumers * config.q_stages * max(64, wide)
+    return (atom, cols) if values > max(others) else (0, 0)  # Gluon's first allocation is the largest
 
 
 class Tables(NamedTuple):
