@@ -271,36 +271,13 @@ def _row_factor(x, E5M2: tl.constexpr):
 def _cast_blocks_pairs_kernel(
     words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr, like_ptr, num_rows, num_pairs, x_row,
     room, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BANDS: tl.constexpr, STAGES: tl.constexpr,
+    BANDS: tl.constexpr,
 ):  # fmt: skip
     """`_cast_blocks_kernel` for factors along rows and columns, of 16-bit numbers taken as words of two columns.
 
-    A word is one register and, with PACKED, one maximum until it is cast. like_x_ptr: the numbers' type. STAGES: 1: a
-    tile a program. Above: a program has several, and while it casts one, the next STAGES - 2 are on their way to shared
-    memory.
+    A word is one register and, with PACKED, one maximum until it is cast. like_x_ptr: the numbers' type.
     """
-    tall, wide = tl.cdiv(room, BLOCK_SIZE), tl.cdiv(num_pairs, BLOCK_SIZE // 2)
-    if STAGES == 1:
-        _cast_block_of_pairs(
-            tl.program_id(0), tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr,
-            like_ptr, num_rows, num_pairs, x_row, room, E5M2, SATURATES, PACKED, BLOCK_SIZE, BANDS,
-        )  # fmt: skip
-    else:
-        for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), num_stages=STAGES):
-            _cast_block_of_pairs(
-                tile, tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr,
-                like_ptr, num_rows, num_pairs, x_row, room, E5M2, SATURATES, PACKED, BLOCK_SIZE, BANDS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _cast_block_of_pairs(
-    tile, tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr, like_ptr, num_rows,
-    num_pairs, x_row, room, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BANDS: tl.constexpr,
-):  # fmt: skip
-    """One of tall x wide tiles, see `_cast_blocks_pairs_kernel`."""
-    block_row, block_col = tile_among(tile, tall, wide, BANDS)
+    block_row, block_col = tile_of(room, num_pairs, BLOCK_SIZE, BLOCK_SIZE // 2, BANDS)
     quad = block_row * (BLOCK_SIZE // 4) + tl.arange(0, BLOCK_SIZE // 4)[:, None]
     pair = block_col * (BLOCK_SIZE // 2) + tl.arange(0, BLOCK_SIZE // 2)[None, :]
     inside, row = pair < num_pairs, 4 * quad
@@ -372,14 +349,11 @@ class TileConfig(NamedTuple):
 
 class BlockConfig(NamedTuple):
     """num_warps: of a program. max_registers: of a thread, see `registers`; 0 is 128 where factors run along rows and
-    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`. stages: 1: a tile a program.
-    From 3 on, of 16-bit numbers read in pairs: two programs a multiprocessor go from tile to tile, of which one is
-    cast while stages - 2 are loaded."""
+    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`."""
 
     num_warps: int
     max_registers: int
     bands: int
-    stages: int
 
 
 class AmaxConfig(NamedTuple):
@@ -418,7 +392,7 @@ def _row_default(dims, arch, dtype) -> RowConfig:
 
 
 def _block_default(dims, arch, dtype) -> BlockConfig:
-    return BlockConfig(8, 0, 8, 1)  # three CTAs of both layouts, at 80 registers, are slower than two
+    return BlockConfig(8, 0, 8)  # three CTAs of both layouts, at 80 registers, are slower than two
 
 
 TILE_SPACE = Space(
@@ -438,7 +412,7 @@ ROW_SPACE = Space(
 BLOCK_SPACE = Space(
     default=_block_default,
     dims=_tile_dims,
-    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8), "stages": (1, 3)},
+    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8)},
 )
 AMAX_SPACE = Space(
     # four loads of 16 bytes a thread, in 32 registers, and 64 warps: 128 KB asked for at once on a multiprocessor
@@ -626,10 +600,9 @@ def fp8_cast_blocks(
         }  # fmt: skip
         if not square and _in_pairs(x):
             plain = (x8.view(torch.int16), factor) if rows else (None, None)
-            programs = grid[0] if config.stages == 1 else min(grid[0], 2 * max(1, arch_of(x.device).sms))
             launch(
-                _cast_blocks_pairs_kernel, (programs,), x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
-                x.stride(0) // 2, room, PACKED=_packs(x), STAGES=config.stages, **how,
+                _cast_blocks_pairs_kernel, grid, x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
+                x.stride(0) // 2, room, PACKED=_packs(x), **how,
             )  # fmt: skip
         else:
             plain = (x8, factor) if rows else (None, None)
