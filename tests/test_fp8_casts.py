@@ -160,6 +160,19 @@ def test_the_largest_of_several_tensors(needs_triton, at, dtype, sizes):
             assert ops.fp8_amax(*parts).isnan().all()
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, OTHER])
+@pytest.mark.parametrize("at", [0, 8191, 8192, 20_735])
+def test_each_expert_has_the_factor_of_its_largest(needs_triton, at, dtype, offset):
+    """In any of a matrix's blocks and either half of a word; an odd offset is between two words."""
+    weight = torch.randn(3 * 144 * 144 + offset, device=DEVICE).to(dtype)[offset:].view(3, 144, 144)
+    weight.view(3, -1)[:, at] = torch.tensor([-100, 7, torch.inf]).to(weight)
+    with use(fp8_cast_experts="triton"):
+        _assert_same_bits(ops.fp8_cast_experts(weight), reference.fp8_cast_experts(weight))
+        weight[0].view(-1)[at] = torch.nan
+        _assert_same_bits(ops.fp8_cast_experts(weight), reference.fp8_cast_experts(weight))
+
+
 def test_the_largest_of_two_on_the_reference():
     assert ops.fp8_amax(torch.ones(3), torch.full((2,), -2.0)).item() == 2
 
