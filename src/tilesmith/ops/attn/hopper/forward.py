@@ -29,15 +29,13 @@ from tilesmith.ops.attn.hopper.columns import (
     zero_sums,
 )
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
-from tilesmith.ops.attn.hopper.joined import add_values, load_values, parts_of, value_tiles
+from tilesmith.ops.attn.hopper.joined import add_values, check_place, load_values, parts_of, value_tiles
 from tilesmith.ops.attn.hopper.softmax import (
-    HOLD,
     NOTHING,
     apply_mask,
     doubled,
     exponentiate,
     finish_softmax,
-    hold,
     pack,
     tanh,
     unpack,
@@ -185,19 +183,14 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
         named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
     if drop is not None:
         kept = kept_keys(drop, first, walk.BN)
-    qk = wgmma_wait(2 if walk.V_REST > 0 and walk.ATOM == 0 else 1, deps=[qk_made])
+    qk = wgmma_wait(2 if walk.V_REST > 0 and walk.V_PART == 0 else 1, deps=[qk_made])
     mbarrier_arrive(k_empty)
     if SOFTCAP:
         qk = tanh(qk * inner)
     if EDGE:
         qk = apply_mask(qk, walk, queries, first, walk.LEFT)
     new, decay, new_top = exponentiate(qk, top, scale, EDGE)
-    fresh = gl.sum(new, 1)
-    if HOLD > 0:
-        if HOLD != 3:
-            new = pack(new, q_tile.dtype)
-        fresh = hold(fresh)
-    total = total * decay + fresh
+    total = total * decay + gl.sum(new, 1)
     if drop is None:
         acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
     elif walk.V_REST > 0:  # the products read p from registers, which no draw must take before
@@ -206,8 +199,7 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
         acc, p = wgmma_wait(0, deps=[acc_made, p])
     mbarrier_arrive(v_empty)
     acc, acc_rest = scale_rows(acc, acc_rest, decay, walk.V_REST)
-    if HOLD == 0 or HOLD == 3:
-        new = pack(new, q_tile.dtype)
+    new = pack(new, q_tile.dtype)
     if drop is not None:
         new = dropped(new, kept)
     return acc, acc_rest, total, new_top, new
@@ -392,8 +384,8 @@ def attention_fwd_kernel(
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
     k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None, out_rest_desc=None,
-    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1,
-    ATOM: gl.constexpr = 0, V_COLS: gl.constexpr = 0,
+    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1, V_PART: gl.constexpr = 0,
+    V_COLS: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of HEADS heads that share keys (`Walk`). table: tiles of documents
     (`query_tiles_kernel`), the order of the lists' tiles, or None. lists: tiles of block lists of LIST_K keys
@@ -403,7 +395,8 @@ def attention_fwd_kernel(
     of v and out behind DV, which have tiles of their own (`columns`). STREAM_K: tiles behind the last whole round are
     left to `attention_fwd_stream_k_kernel`. dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None;
     DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored
-    from registers; out_desc is None."""
+    from registers; out_desc is None. V_PART, V_COLS: values lie in parts of so many columns, of which products have so
+    many (`joined`); then v_rest_desc is None."""
     if STREAM_K:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
@@ -420,7 +413,7 @@ def attention_fwd_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, 64 // HEADS * CONSUMERS, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
-        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS, ATOM, V_COLS,
+        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS, V_PART, V_COLS,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
@@ -428,14 +421,16 @@ def attention_fwd_kernel(
     if REST > 0:
         q_rest = smem_tiles(Q_STAGES * CONSUMERS, q_rest_desc)
         k_rest = smem_tiles(STAGES, k_rest_desc)
-    V_TILES: gl.constexpr = V_STAGES * parts_of(DV + V_REST, ATOM) if ATOM > 0 else V_STAGES
+    V_TILES: gl.constexpr = V_STAGES * parts_of(DV + V_REST, V_PART) if V_PART > 0 else V_STAGES
     v = smem_tiles(V_TILES, v_desc)
+    if V_PART > 0:
+        check_place(v)
     out = q
     if not OUT_IN_Q and out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
     v_rest, out_rest = v, out
     if V_REST > 0:
-        if ATOM == 0:
+        if V_PART == 0:
             v_rest = smem_tiles(V_STAGES, v_rest_desc)
         if out_ptr is None:
             out_rest = smem_tiles(CONSUMERS, out_rest_desc)

@@ -77,51 +77,11 @@ def apply_mask(qk, walk, queries, first, LOW: gl.constexpr):
     return gl.where(in_mask(word, cols), qk, NOTHING)
 
 
-import os
-
-TREE = gl.constexpr(int(os.environ.get("TS_TREE", "0")))
-HOLD = gl.constexpr(int(os.environ.get("TS_HOLD", "0")))
-
-
-@gluon.jit
-def _half_max(x):
-    COLS: gl.constexpr = x.shape[1] // 2
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    low, high = gl.split(gl.permute(gl.reshape(x, [64, 2, COLS]), (0, 2, 1)))
-    return gl.convert_layout(gl.maximum(low, high), PART, assert_trivial=True)
-
-
-@gluon.jit
-def row_max(x):
-    if TREE == 0 or x.type.layout.instr_shape[1] != x.shape[1]:
-        top = gl.max(x, 1)
-    else:
-        y = _half_max(_half_max(x))
-        if TREE > 1:
-            y = _half_max(y)
-        top = gl.convert_layout(gl.max(y, 1), gl.SliceLayout(1, x.type.layout))
-    return top
-
-
-@gluon.jit
-def hold(x):
-    """Values that are made before what follows."""
-    if HOLD == 1:
-        x = gl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.eq.f32 p, $1, 0fBF800000; @p trap; mov.f32 $0, $1; }", "=f,f", [x], dtype=gl.float32,
-            is_pure=False, pack=1)
-    elif HOLD >= 2:
-        x = gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 z; mov.b32 z, 0; setp.eq.f32 p, $0, 0fBF800000; @p st.volatile.shared.f32 [z], $0; }", "=f,0", [x], dtype=gl.float32,
-            is_pure=False, pack=1)
-    return x
-
-
 @gluon.jit
 def exponentiate(qk, top, scale, EDGE: gl.constexpr):
     """Online softmax of a block of scores: its probabilities, what sums before it shrink by, and the new row maxima,
     all in units of log 2. top: the row maxima so far. EDGE: a row may have seen nothing."""
-    new_top = gl.maximum(top, row_max(qk) * scale)
+    new_top = gl.maximum(top, gl.max(qk, 1) * scale)
     base = new_top
     if EDGE:
         base = gl.where(new_top == NOTHING, 0.0, new_top)

@@ -28,7 +28,7 @@ from tilesmith.ops.attn.hopper.columns import (
     zero_sums,
 )
 from tilesmith.ops.attn.hopper.forward import TURN, first_block, next_block
-from tilesmith.ops.attn.hopper.joined import add_values, load_values, parts_of, value_tiles
+from tilesmith.ops.attn.hopper.joined import add_values, check_place, load_values, parts_of, value_tiles
 from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, unpack
 from tilesmith.ops.attn.hopper.walk import Walk
 
@@ -299,7 +299,7 @@ def attention_fwd_stream_k_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, BEHIND: gl.constexpr,
     REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None,
     out_rest_desc=None,
-    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, ATOM: gl.constexpr = 0,
+    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, V_PART: gl.constexpr = 0,
     V_COLS: gl.constexpr = 0,
 ):  # fmt: skip
     """As many equal runs as CTAs of the tiles (CONSUMERS * 64 queries of one head) from number `whole_tiles` on, all
@@ -310,13 +310,15 @@ def attention_fwd_stream_k_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, none, right, group, none, none,
         False, RIGHT, WHOLE, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1, 0, False, V_STAGES,
-        False, REST, V_REST, 1, ATOM, V_COLS,
+        False, REST, V_REST, 1, V_PART, V_COLS,
     )  # fmt: skip
     runs = _runs_of(walk, whole_tiles)
     q = smem_tiles(CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
-    V_TILES: gl.constexpr = V_STAGES * parts_of(DV + V_REST, ATOM) if ATOM > 0 else V_STAGES
+    V_TILES: gl.constexpr = V_STAGES * parts_of(DV + V_REST, V_PART) if V_PART > 0 else V_STAGES
     v = smem_tiles(V_TILES, v_desc)
+    if V_PART > 0:
+        check_place(v)
     out = q
     if out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
@@ -325,7 +327,7 @@ def attention_fwd_stream_k_kernel(
         q_rest = smem_tiles(CONSUMERS, q_rest_desc)
         k_rest = smem_tiles(STAGES, k_rest_desc)
     if V_REST > 0:
-        if ATOM == 0:
+        if V_PART == 0:
             v_rest = smem_tiles(V_STAGES, v_rest_desc)
         if out_ptr is None:
             out_rest = smem_tiles(CONSUMERS, out_rest_desc)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
+from tilesmith.ops.attn.plan.joined import joined_values, joins, key_parts, value_parts, why_apart
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
-from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, rest_columns, window_of
+from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
     FORWARD_L2,
     FORWARD_TILES,
@@ -39,39 +40,6 @@ TABLE_SPAN = 256
 WIDE_STAGES = 5  # tiles of 64 keys and 128 columns, as many as shared memory holds beside queries and values
 WINDOW_RUNS = (1, 2, 4, 8, 16, 32, 64)
 NO_KEYS = "no query sees a key: nothing is launched"
-
-
-def key_parts(dim: int) -> tuple[int, int]:
-    """The columns of a tile of queries or keys, and of its rest (`hopper.columns`)."""
-    rest = rest_columns(dim)
-    return (64, rest) if rest else column_parts(dim)
-
-
-def value_parts(dim: int) -> tuple[int, int]:
-    """The same of values and results, of which those above 128 columns have no rest."""
-    rest = rest_columns(dim)
-    return (64, rest) if rest else (columns(dim), 0)
-
-
-def joined_columns(s: Shape, config: HopperConfig) -> tuple[int, int]:
-    """Columns of the parts of a tile of values that lie together, and columns of its products; 0 where they do not."""
-    import os
-    _, rest = value_parts(s.value_dim)
-    if not rest or os.environ.get("TS_APART"):
-        return 0, 0
-    (wide, key_rest), cols = key_parts(s.dim), -(-s.value_dim // 8) * 8
-    padded = {
-        "CONSUMERS": config.consumers, "STAGES": config.stages, "V_STAGES": config.v_stages or config.stages,
-        "Q_STAGES": config.q_stages, "BN": config.block_n, "D": wide, "REST": key_rest, "DV": 64, "V_REST": rest,
-        "ATOM": 64, **({"DIM_V": s.value_dim} if s.out_fp32 else {}),
-    }  # fmt: skip
-    atom = 64 if rest == 16 and smem.forward(padded, s.q_bytes) <= smem.HOPPER else rest
-    atom = int(os.environ.get("TS_ATOM", "0")) or atom
-    if os.environ.get("TS_COLS16"):
-        cols = 64 + rest
-    values = (config.v_stages or config.stages) * config.block_n * atom * -(-(64 + rest) // atom)
-    others = config.stages * config.block_n * wide, 64 * config.consumers * config.q_stages * max(64, wide)
-    return (atom, cols) if values > max(others) else (0, 0)  # Gluon's first allocation is the largest
 
 
 class Tables(NamedTuple):
@@ -179,6 +147,8 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
 def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
     """The tiles whose times are known, among which a model chooses where a configuration leaves them open."""
     made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
+    if made == 80 and joins(s.value_dim) and s.value_dim <= 72:
+        made = 72
     return FORWARD_TILES[made if made <= 128 else 256]
 
 
@@ -371,9 +341,9 @@ class _Call(NamedTuple):
         for name, of_keys in (("q", True), ("k", True), ("v", False), ("out", False)):
             wide, rest = key_parts(self.s.dim) if of_keys else value_parts(self.s.value_dim)
             heads = self.heads if name in ("q", "out") else 1
-            atom = joined_columns(self.s, self.config)[0] if name == "v" else 0
-            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, heads, atom or (wide if rest else 0))
-            if rest and not atom:
+            part = joined_values(self.s, self.config).part if name == "v" else 0
+            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, heads, part or (wide if rest else 0))
+            if rest and not part:
                 found[f"{name}_rest_desc"] = Tile(name, rows[name], self.s.packed, heads, rest)
         if self.s.out_fp32:
             found.pop("out_rest_desc", None)
@@ -384,9 +354,8 @@ class _Call(NamedTuple):
         s, config = self.s, self.config
         (wide, rest), (value_wide, value_rest) = key_parts(s.dim), value_parts(s.value_dim)
         rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
-        atom, cols = joined_columns(s, config)
-        if atom:
-            rests |= {"ATOM": atom, "V_COLS": cols}
+        joined = joined_values(s, config)
+        rests |= {"V_PART": joined.part, "V_COLS": joined.columns} if joined.part else {}
         return {
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
             "BN": config.block_n, "D": wide, "DV": value_wide, "CONSUMERS": config.consumers,
@@ -460,6 +429,10 @@ def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
                 f"tiles of {sum(parts)} columns of {what} are made of {parts[0]} and {parts[1]}: none is padded to "
                 f"{2 * parts[0]}"
             )
+    if "V_COLS" in main.constants:
+        reasons.append(f"values of {main.constants['V_COLS']} columns as one product a step of 16 keys")
+    elif "V_REST" in main.constants:
+        reasons.append("values as two products a step of 16 keys: " + why_apart())
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
     return reasons
