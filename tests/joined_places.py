@@ -25,7 +25,7 @@ from tilesmith.ops.attn.plan.tables import hopper_forward as configured
 
 CASES = (
     "d80_packed", "d80_lists", "d96_lists_narrow", "d80_window", "d72_packed_window", "dropout_d80",
-    "dropout_d72_packed", "d88_group_of_3", "d80_key_shares", "d96_128_key_shares", "d64_96_tiles", "d192_80_tiles",
+    "dropout_d72_packed", "d88_group_of_3", "d80_key_shares", "d64_96_tiles", "d192_80_tiles",
     "d72_wide_tiles", "d72_wide_causal_tiles", "d72_wide_group_of_3", "d128_72_tiles",
 )  # fmt: skip
 PINNED = {72: (HopperConfig(1, 64, 3),), 96: (HopperConfig(2, 128, 3),)}

@@ -132,10 +132,9 @@ def test_cases_have_tiles_of_192_queries_and_128_keys(op, many):
 @pytest.mark.parametrize("which", ["tiles", "cases"])
 def test_values_lie_first_in_compiled_kernels(which):
     """Every kind of tile, and calls of every kind. Compiled in a process of its own: here kernels are interpreted."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "joined_places", which]
-    folder = os.path.dirname(os.path.abspath(__file__))
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     apart = {row["name"] for row in rows if not row["joined"]}
