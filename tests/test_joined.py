@@ -99,6 +99,12 @@ def test_the_best_measured_tiles_are_chosen(batch, tokens, heads, dim, causal, t
     assert predicted == pytest.approx(us, rel=0.04)
 
 
+def test_a_softcap_keeps_tiles_that_do_not_spill():
+    """Of 192 x 128, 560 bytes (Triton 3.6)."""
+    s = _shape(72, tokens=4032, batch=3)
+    assert hopper_forward(s, SM90, OPEN).tile == (192, 128) != hopper_forward(s._replace(softcap=True), SM90, OPEN).tile
+
+
 def _planned(op, case):
     """A case's call, and its plan on an H200."""
     from tilesmith.ops.attn.hopper.launch_forward import dims

@@ -311,7 +311,7 @@ ATTENTION = [
     Case("d128_72_tiles", attend(1, 4, 2, 300, 520, 128, 72, causal=True), GPU, HALF),
     Case("d72_wide_tiles", attend(3, 16, 8, 384, 512, 72, init=tokens_first), GPU, HALF),
     Case("d72_wide_causal_tiles", attend(1, 66, 22, 576, 576, 72, init=tokens_first, causal=True), GPU, HALF),
-    Case("d72_wide_causal_more_keys", attend(3, 22, 22, 517, 650, 72, causal=True, softcap=9.0, sinks=True), GPU, HALF),
+    Case("d72_wide_causal_more_keys", attend(3, 22, 22, 517, 650, 72, causal=True, sinks=True), GPU, HALF),
     Case("d72_wide_group_of_3", attend(3, 12, 4, 640, 640, 72), GPU, HALF),
     Case("d72_wide_causal_group_of_2", attend(3, 32, 16, 384, 517, 72, causal=True), GPU, HALF),
     Case("d128_group_of_7", attend(1, 14, 2, 700, 700, 128, init=tokens_first, causal=True), GPU, HALF),

@@ -147,7 +147,7 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
 def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
     """The tiles whose times are known, among which a model chooses where a configuration leaves them open."""
     made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
-    if made == 80 and joins(s.value_dim) and s.value_dim <= 72:
+    if made == 80 and joins(s.value_dim) and s.value_dim <= 72 and not s.softcap:  # a softcap spills in 192 x 128
         made = 72
     return FORWARD_TILES[made if made <= 128 else 256]
 
