@@ -1,0 +1,98 @@
+"""How packed documents are divided: what every layout holds, and what it costs beside blocks of one width."""
+
+import random
+from itertools import accumulate
+
+import pytest
+
+from tilesmith.bench.context_parallel_problems import documents_of
+from tilesmith.distributed import Layout, documents
+from tilesmith.distributed.pieces import Sight
+from tilesmith.distributed.ranges import causal_pairs, length
+from tilesmith.distributed.schedule import schedule
+
+CAUSAL = Sight(right=0)
+
+
+def _drawn(seed: int) -> tuple[tuple[int, ...], int, int]:
+    """Boundaries, ranks, tokens: documents of all kinds, some empty, sometimes with padding behind them."""
+    draw = random.Random(seed)
+    kind, size, count = seed % 6, draw.choice([1, 2, 3, 4, 5, 8, 16]), draw.randint(1, 60)
+    lengths = {
+        0: [draw.randint(0, 9) for _ in range(count)],
+        1: [draw.randint(1, 2000)] * draw.randint(1, 20),
+        2: [draw.randint(1, 20000)],
+        3: [draw.randint(5000, 20000), *(draw.randint(1, 300) for _ in range(count))],
+    }.get(kind) or [int(draw.lognormvariate(5, 1.5)) for _ in range(count)]
+    draw.shuffle(lengths)
+    starts = (0, *accumulate(lengths))
+    return starts, size, starts[-1] + (draw.choice([0, 0, 1, 7, 999]))
+
+
+@pytest.mark.parametrize("some", range(6))
+def test_layouts_of_documents(some):
+    """Each token once, in as many tokens a rank as there must be; the same each time; what a layout says of its work is
+    what the schedule has; none is more work than blocks of one width."""
+    for seed in range(some, 300, 6):
+        starts, size, tokens = _drawn(seed)
+        layout = Layout.balanced(starts, size, tokens)  # which checks that each token is held once
+        assert layout == Layout.balanced(list(starts), size, tokens)
+        if layout != Layout._blocks(starts, size, tokens):  # whose widths are rounded up
+            assert layout.local == -(-tokens // size)
+        work = documents.work(starts, layout.ranges)
+        plan = schedule(layout, starts, CAUSAL, 1, False, 1, 1)
+        moves = [move for stage in plan.stages for move in stage.transfers]
+        most = [
+            sum(m.tokens for m in moves if getattr(m, side) == r) for side in ("source", "target") for r in range(size)
+        ]
+        assert work.moved == max(most), seed
+        assert work.pairs == max(plan.pairs(r) for r in range(size)), seed
+        assert work.pieces == max(map(len, layout.ranges)), seed
+        blocks = Layout._blocks(starts, size, tokens)
+        assert work.total <= documents.work(starts, blocks.ranges).total, seed
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_long_documents_among_short_ones_are_even(size):
+    """Log-normal lengths as web text has, where the longest may have more pairs than a rank."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        lengths = [min(16384, max(16, int(draw.lognormvariate(6.4, 1.5)))) for _ in range(100)]
+        starts = (0, *accumulate(lengths))
+        pairs = causal_pairs(starts, (0, starts[-1]))
+        work = documents.work(starts, Layout.balanced(starts, size).ranges)
+        blocks = documents.work(starts, Layout._blocks(starts, size, starts[-1]).ranges)
+        assert work.pairs * size <= 1.10 * pairs, seed
+        assert work.moved <= 0.8 * blocks.moved, seed
+
+
+def test_one_document_is_zigzag():
+    for size, tokens in ((2, 64), (4, 4096), (8, 65536), (3, 600)):
+        layout = Layout.balanced((0, tokens), size)
+        assert layout == Layout.zigzag(tokens, size)
+        assert layout == Layout.balanced((0, 0, tokens, tokens), size)
+
+
+def test_documents_that_fit_stay_whole():
+    starts = tuple(range(0, 8001, 1000))
+    for size in (1, 2, 4, 8):
+        assert Layout.balanced(starts, size) == Layout.contiguous(8000, size)
+
+
+def test_padding_fills_what_documents_leave():
+    """So that none of these is cut."""
+    layout = Layout.balanced((0, 30, 60), 2, 100)
+    assert documents.work((0, 30, 60), layout.ranges).moved == 0
+    assert [length(ranges) for ranges in layout.ranges] == [50, 50]
+
+
+@pytest.mark.parametrize(
+    "size, blocks, moved, most", [(2, 25172, 7438, 4181), (4, 55078, 21431, 9103), (8, 127106, 45537, 12434)]
+)
+def test_the_documents_of_the_benchmark(size, blocks, moved, most):
+    """Keys that travel, and the most that one rank receives or others read of it."""
+    starts = (0, *accumulate(documents_of(65536)))
+    held = Layout._blocks(starts, size, 65536), Layout.balanced(starts, size)
+    plans = [schedule(layout, starts, CAUSAL, 1, False, 1, 1) for layout in held]
+    assert [sum(m.tokens for s in plan.stages for m in s.transfers) for plan in plans] == [blocks, moved]
+    assert documents.work(starts, held[1].ranges).moved == most
