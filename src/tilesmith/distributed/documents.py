@@ -8,8 +8,9 @@ How a rank's tokens are shared out to the two ends decides how many pairs they h
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import sqrt
 from typing import NamedTuple
@@ -20,15 +21,18 @@ from tilesmith.distributed.ranges import Range, joined
 # 3.5 * 4 * D FLOPs at 6.2e14 FLOP/s. A token that travels has gradients of k and v in fp32, 8 * D bytes at 3.4e11
 # bytes/s, which nothing hides (its keys come while a rank works on its own), and copies and additions of some 32 * D
 # bytes at 4.8e12: 1,040 and 290 pairs with as many kv heads as heads, less with fewer. A layout knows no heads.
-MOVED = 1330
+MOVED = 665
 # A call on others' keys takes 6 ramps of 12 us (`cost.RAMPS`), here of 16 heads of dim 128; a range of tokens some 2 us
 # of the host, which cuts tensors and joins them.
 CALL = 1_560_000
-PIECE = 50_000
+PIECE = 5_000
 _EVEN = 0.01  # of the mean pairs of a rank: what whole documents may have above it
 # The filler is the shortest documents that hold these parts of all tokens. A rank keeps pairs for its free tokens, as
 # many a token as the filler has.
 _FILLERS = (0.0, 0.1, 0.25, 0.5, 1.0)
+_SPARE = 8  # of a rank's shortest documents, which may change place to fill ranks to equal numbers of tokens
+_OFFERED = 64  # documents of which some are to fill a rank: twice as many take twice the time
+_ATTEMPTS = 2
 _SWEEPS = 3  # over the cut documents, each of which evens out the ranks that share it
 
 
@@ -109,57 +113,64 @@ def _travel(parts: Sequence[tuple[int, int, int]], arrive: list[int], leave: lis
         calls[r] = max(calls[r], 1 + many[r])
 
 
-def by_documents(starts: Sequence[int], size: int, tokens: int) -> list[tuple[tuple[Range, ...], ...]]:
+def by_documents(starts: Sequence[int], size: int, tokens: int) -> Iterator[tuple[tuple[Range, ...], ...]]:
     """Some ways to divide documents between `size` ranks of as many tokens, each: of each rank, its ranges.
 
     starts: of the documents, and the end of the last. tokens: of the sequence; behind the documents is padding, which
     fills what ranks have left.
     """
-    lengths = sorted((b - a for a, b in pairwise(starts) if a < b))
-    found = []
+    documents = sorted(((b - a, -a) for a, b in pairwise(starts) if a < b), reverse=True)
+    for filler in dict.fromkeys(_densities(documents)):
+        yield _Dealer(documents, size, -(-tokens // size), filler).deal(starts[-1], tokens)
+
+
+def _densities(documents: Sequence[tuple[int, int]]) -> list[float]:
+    """Pairs a token of the shortest documents that hold each part of `_FILLERS` of all tokens. documents: (length, _),
+    the longest first."""
+    total, tokens, pairs, found = sum(n for n, _ in documents), 0, 0, []
+    rest = list(documents)
     for part in _FILLERS:
-        dealer = _Dealer(starts, size, -(-tokens // size), _density(lengths, part))
-        ranges = dealer.deal(tokens)
-        if ranges not in found:
-            found.append(ranges)
+        while rest and tokens < part * total:
+            n, _ = rest.pop()
+            tokens, pairs = tokens + n, pairs + triangle(n)
+        found.append(pairs / tokens if tokens else 0.0)
     return found
 
 
-def _density(lengths: Sequence[int], part: float) -> float:
-    """Pairs a token of the shortest documents that hold this part of all tokens. lengths: ascending."""
-    room, tokens, pairs = part * sum(lengths), 0, 0
-    for n in lengths:
-        if tokens >= room:
-            break
-        tokens, pairs = tokens + n, pairs + triangle(n)
-    return pairs / tokens if tokens else 0.0
-
-
 class _Dealer:
-    """Deals documents, longest first. filler: pairs that a rank keeps for each free token.
+    """Deals documents, (length, -start) each, longest first. filler: pairs that a rank keeps for each free token.
 
-    load, room, held: of each rank its pairs, free tokens and whole documents. cuts: the others.
+    load, room, held: of each rank its pairs, free tokens and whole documents. cuts: the others. queue: (-pairs that a
+    rank lacks, a free token; rank) of those with free tokens, a heap.
     """
 
-    def __init__(self, starts: Sequence[int], size: int, local: int, filler: float):
-        self.documents = sorted(((b - a, -a) for a, b in pairwise(starts) if a < b), reverse=True)
-        self.mean = sum(triangle(n) for n, _ in self.documents) / size
-        self.filler, self.end = filler, starts[-1]
+    def __init__(self, documents: Sequence[tuple[int, int]], size: int, local: int, filler: float):
+        self.documents, self.filler = documents, filler
+        self.mean = sum(triangle(n) for n, _ in documents) / size
         self.load, self.room = [0.0] * size, [local] * size
         self.held: list[list[Range]] = [[] for _ in range(size)]
         self.cuts: list[_Cut] = []
+        self.queue = [(-self.mean / local, r) for r in range(size)] if local else []
+        self.fills = 0
 
-    def deal(self, tokens: int) -> tuple[tuple[Range, ...], ...]:
-        """The ranges of each rank."""
-        for n, negative in self.documents:
-            self._place(-negative, n)
-        for _ in range(_SWEEPS if len(self.cuts) > 1 else 1):
+    def deal(self, end: int, tokens: int) -> tuple[tuple[Range, ...], ...]:
+        """The ranges of each rank. end: of the last document."""
+        for i, (n, negative) in enumerate(self.documents):
+            if not self._place(-negative, n):
+                if self._fill(self.documents[i:]):
+                    break
+                self._cut_for_tokens(-negative, n)
+        worst = float("inf")
+        for _ in range(_SWEEPS):
             for i, cut in enumerate(self.cuts):
                 self.cuts[i] = self._evened(cut)
+            if len(self.cuts) < 2 or max(self.load) > worst - 0.1 * _EVEN * self.mean:
+                break
+            worst = max(self.load)
         for start, _, shares in self.cuts:
             for share in shares:
                 self.held[share.rank] += [(start + first, start + last) for first, last in share.spans]
-        at = self.end
+        at = end
         for r, room in enumerate(self.room):
             taken = min(room, tokens - at)
             self.held[r].append((at, at + taken))
@@ -170,23 +181,92 @@ class _Dealer:
         """Pairs that a rank may still have beside those of its filler."""
         return self.mean - self.load[r] - self.filler * self.room[r]
 
-    def _place(self, start: int, n: int) -> None:
-        """Give a document to the rank that needs most pairs a token, if it has room; else cut it."""
-        ranks = range(len(self.room))
-        able = [r for r in ranks if self.room[r] >= n]
-        best = max(able, key=lambda r: ((self.mean - self.load[r]) / self.room[r], -r), default=None)
+    def _place(self, start: int, n: int) -> bool:
+        """Give a document to the rank that lacks most pairs a free token, or cut it if that has not so many left; False
+        if no rank has room for it."""
+        best = self._neediest(n)
         above, much = triangle(n) - self.filler * n, _EVEN * self.mean
         if above > 2 * much and (best is None or above > self._left(best) + much):
             self._cut_for_pairs(start, n)
-        elif best is not None:
+            return True
+        best = self._shifted(n) if best is None else best
+        if best is not None:
             self._take(best, start, n)
-        else:
-            self._cut_for_tokens(start, n)
+        return best is not None
+
+    def _neediest(self, n: int) -> int | None:
+        """The rank that lacks most pairs a free token of those with n free tokens."""
+        if max(self.room) < n:
+            return None
+        full = []
+        while self.room[self.queue[0][1]] < n:
+            full.append(heapq.heappop(self.queue))
+        found = self.queue[0][1]
+        for entry in full:
+            heapq.heappush(self.queue, entry)
+        return found
+
+    def _ranked(self) -> None:
+        """Order the ranks anew."""
+        ranks = (r for r, room in enumerate(self.room) if room)
+        self.queue = [((self.load[r] - self.mean) / self.room[r], r) for r in ranks]
+        heapq.heapify(self.queue)
 
     def _take(self, r: int, start: int, n: int) -> None:
         self.held[r].append((start, start + n))
         self.load[r] += triangle(n)
         self.room[r] -= n
+        if self.queue[0][1] != r:
+            self._ranked()
+        elif self.room[r]:
+            heapq.heapreplace(self.queue, ((self.load[r] - self.mean) / self.room[r], r))
+        else:
+            heapq.heappop(self.queue)
+
+    def _shifted(self, n: int) -> int | None:
+        """A rank that has room for n tokens once another one has more of a document that they share; None if there is
+        none."""
+        if sum(sorted(self.room)[-2:]) < n:
+            return None
+        for place, cut in enumerate(self.cuts):
+            for i, here in enumerate(cut.shares):
+                missing = n - self.room[here.rank]
+                for j, there in enumerate(cut.shares):
+                    if i != j and missing <= min(self.room[there.rank], here.tokens // 2):
+                        shares = list(cut.shares)
+                        shares[i] = _Share(here.rank, here.tokens - missing, here.pairs)
+                        shares[j] = _Share(there.rank, there.tokens + missing, there.pairs)
+                        self.cuts[place] = _Cut(cut.start, cut.tokens, shares)
+                        self.room[here.rank] += missing
+                        self.room[there.rank] -= missing
+                        self._ranked()
+                        return here.rank
+        return None
+
+    def _fill(self, rest: Sequence[tuple[int, int]]) -> bool:
+        """Give the last documents, which do not fit one by one, whole to ranks together with the shortest that these
+        have, if some sums of lengths fill them; whether they do."""
+        if self.fills == _ATTEMPTS or len(self.held) * triangle(rest[0][0]) > self.mean:
+            return False
+        self.fills += 1
+        rooms, pool = list(self.room), [(n, -negative, -1) for n, negative in rest]
+        for r, held in enumerate(self.held):
+            for start, stop in held[-_SPARE:]:
+                pool.append((stop - start, start, r))
+                rooms[r] += stop - start
+        pool.sort(key=lambda one: (-one[0], one[1]))
+        ranks = _fitted([n for n, _, _ in pool], rooms)
+        if ranks is None:
+            return False
+        for (n, start, owner), r in zip(pool, ranks):
+            if owner >= 0:
+                self.held[owner].remove((start, start + n))
+                self.load[owner] -= triangle(n)
+                self.room[owner] += n
+            self.held[r].append((start, start + n))
+            self.load[r] += triangle(n)
+            self.room[r] -= n
+        return True
 
     def _cut_for_pairs(self, start: int, n: int) -> None:
         """Share a document between the fewest ranks that have the pairs and the tokens for it."""
@@ -230,6 +310,7 @@ class _Dealer:
                 self.load[r] += part * triangle(n)
                 self.room[r] -= count
         self.cuts.append(_Cut(start, n, shares))
+        self._ranked()
 
     def _evened(self, cut: _Cut) -> _Cut:
         """The cut whose shares bring its ranks to the same pairs, as far as their tokens can."""
@@ -237,10 +318,44 @@ class _Dealer:
             self.load[share.rank] -= share.pairs
         wanted = _levelled(triangle(cut.tokens), [self.load[share.rank] for share in cut.shares])
         order = sorted(zip(wanted, cut.shares), key=lambda pair: (-pair[0], pair[1].rank))
-        shares = _peeled(cut.tokens, [share._replace(pairs=pairs) for pairs, share in order])
+        shares = _peeled(cut.tokens, [_Share(share.rank, share.tokens, pairs) for pairs, share in order])
         for share in shares:
             self.load[share.rank] += share.pairs
-        return cut._replace(shares=shares)
+        return _Cut(cut.start, cut.tokens, shares)
+
+
+def _fitted(lengths: Sequence[int], rooms: Sequence[int]) -> list[int] | None:
+    """A rank for each length so that none has more than its room, where ranks are filled one after another by sums that
+    leave no more than there is to spare; None where no sum does."""
+    found, left, spare = [-1] * len(lengths), list(range(len(lengths))), sum(rooms) - sum(lengths)
+    for r in sorted(range(len(rooms)), key=lambda r: (rooms[r], r)):
+        offered = left[-_OFFERED:]
+        taken = _sum_of([lengths[i] for i in offered], rooms[r] - spare, rooms[r])
+        if taken is None:
+            return None
+        for place in taken:
+            found[offered[place]] = r
+            spare += lengths[offered[place]]
+        spare -= rooms[r]
+        left = [i for i in left if found[i] < 0]
+    return found if not left else None
+
+
+def _sum_of(lengths: Sequence[int], least: int, most: int) -> list[int] | None:
+    """Places of lengths whose sum is the largest from `least` to `most`; None if there are none. Bit n of a number says
+    whether a sum of the lengths so far is n."""
+    sums, mask = [1], (1 << most + 1) - 1
+    for n in lengths:
+        sums.append((sums[-1] | sums[-1] << n) & mask)
+    rest = sums[-1].bit_length() - 1
+    if rest < least:
+        return None
+    found = []
+    for place in reversed(range(len(lengths))):
+        if not sums[place] >> rest & 1:
+            found.append(place)
+            rest -= lengths[place]
+    return found
 
 
 def _levelled(total: float, loads: Sequence[float]) -> list[float]:
@@ -266,10 +381,10 @@ def _peeled(n: int, shares: Sequence[_Share]) -> list[_Share]:
         at_end = min(count, max(0, round((2 * share.pairs - least) / more))) if more else 0
         begin, end = first + count - at_end, last - at_end
         spans = tuple(span for span in ((first, begin), (end, last)) if span[0] < span[1])
-        found.append(share._replace(pairs=_pairs(spans), spans=spans))
+        found.append(_Share(share.rank, count, _pairs(spans), spans))
         first, last = begin, end
     span = ((first, last),)
-    return [*found, shares[-1]._replace(pairs=_pairs(span), spans=span)]
+    return [*found, _Share(shares[-1].rank, last - first, _pairs(span), span)]
 
 
 def _pairs(spans: Sequence[Range]) -> int:

@@ -87,9 +87,12 @@ class Layout:
         tokens = starts[-1] if tokens is None else checked_size("Layout.balanced", "tokens", tokens, starts[-1])
         checked_size("Layout.balanced", "size", size)
         blocks = cls._blocks(starts, size, tokens)
-        able = [blocks.ranges, *documents.by_documents(starts, size, tokens)]
-        best = min(able, key=lambda ranges: documents.work(starts, ranges).total)
-        return blocks if best is blocks.ranges else cls(tokens, best, -(-tokens // size))
+        best, least = None, documents.work(starts, blocks.ranges)
+        for ranges in documents.by_documents(starts, size, tokens):
+            found = documents.work(starts, ranges)
+            if found.total < least.total:
+                best, least = ranges, found
+        return blocks if best is None else cls(tokens, best, -(-tokens // size))
 
     @classmethod
     def _blocks(cls, starts: Sequence[int], size: int, tokens: int) -> Layout:
