@@ -18,18 +18,18 @@ from typing import NamedTuple
 from tilesmith.distributed.ranges import Range, joined
 
 # What other work is worth in pairs of a query and a key of a head, both passes, in bf16 on an H200. A pair takes
-# 3.5 * 4 * D FLOPs at 6.2e14 FLOP/s. A token that travels has gradients of k and v in fp32, 8 * D bytes at 3.4e11
-# bytes/s, which nothing hides (its keys come while a rank works on its own), and copies and additions of some 32 * D
-# bytes at 4.8e12: 1,040 and 290 pairs with as many kv heads as heads, less with fewer. A layout knows no heads.
+# 3.5 * 4 * D FLOPs at 6.2e14 FLOP/s. A token that travels has gradients of k and v in fp32, 8 * D bytes of a kv head at
+# 3.4e11 bytes/s, which nothing hides (its keys come while a rank works on its own), and copies and additions of some
+# 32 * D bytes at 4.8e12: 1,040 and 290 pairs. A layout knows no heads: this is for two of them to a kv head.
 MOVED = 665
-# A call on others' keys takes 6 ramps of 12 us (`cost.RAMPS`), here of 16 heads of dim 128; a range of tokens some 2 us
-# of the host, which cuts tensors and joins them.
-CALL = 1_560_000
-PIECE = 5_000
+# A call on others' keys takes 6 ramps of 12 us (`cost.RAMPS`), here of 32 heads of dim 128. A range of tokens takes
+# the host some 2 us where it cuts and joins tensors, once for tens of layers.
+CALL = 780_000
+PIECE = 2_000
 _EVEN = 0.01  # of the mean pairs of a rank: what whole documents may have above it
-# The filler is the shortest documents that hold these parts of all tokens. A rank keeps pairs for its free tokens, as
-# many a token as the filler has.
-_FILLERS = (0.0, 0.1, 0.25, 0.5, 1.0)
+# A rank keeps pairs for its free tokens: these parts of what shorter documents have a token, one after another. It is
+# less than all, since the shortest go to ranks that lack few pairs.
+_KEPT = (0.0, 0.4, 0.7)
 _SPARE = 8  # of a rank's shortest documents, which may change place to fill ranks to equal numbers of tokens
 _OFFERED = 64  # documents of which some are to fill a rank: twice as many take twice the time
 _ATTEMPTS = 2
@@ -120,32 +120,20 @@ def by_documents(starts: Sequence[int], size: int, tokens: int) -> Iterator[tupl
     fills what ranks have left.
     """
     documents = sorted(((b - a, -a) for a, b in pairwise(starts) if a < b), reverse=True)
-    for filler in dict.fromkeys(_densities(documents)):
-        yield _Dealer(documents, size, -(-tokens // size), filler).deal(starts[-1], tokens)
-
-
-def _densities(documents: Sequence[tuple[int, int]]) -> list[float]:
-    """Pairs a token of the shortest documents that hold each part of `_FILLERS` of all tokens. documents: (length, _),
-    the longest first."""
-    total, tokens, pairs, found = sum(n for n, _ in documents), 0, 0, []
-    rest = list(documents)
-    for part in _FILLERS:
-        while rest and tokens < part * total:
-            n, _ = rest.pop()
-            tokens, pairs = tokens + n, pairs + triangle(n)
-        found.append(pairs / tokens if tokens else 0.0)
-    return found
+    for kept in _KEPT:
+        yield _Dealer(documents, size, -(-tokens // size), kept).deal(starts[-1], tokens)
 
 
 class _Dealer:
-    """Deals documents, (length, -start) each, longest first. filler: pairs that a rank keeps for each free token.
+    """Deals documents, (length, -start) each, longest first. kept: of the pairs a token of shorter documents, what a
+    rank keeps for each free token.
 
-    load, room, held: of each rank its pairs, free tokens and whole documents. cuts: the others. queue: (-pairs that a
-    rank lacks, a free token; rank) of those with free tokens, a heap.
+    load, room, held: of each rank its pairs, free tokens and whole documents. cuts: the others. filler: pairs kept for
+    each free token. queue: (-pairs that a rank lacks, a free token; rank) of those with free tokens, a heap.
     """
 
-    def __init__(self, documents: Sequence[tuple[int, int]], size: int, local: int, filler: float):
-        self.documents, self.filler = documents, filler
+    def __init__(self, documents: Sequence[tuple[int, int]], size: int, local: int, kept: float):
+        self.documents, self.kept, self.filler = documents, kept, 0.0
         self.mean = sum(triangle(n) for n, _ in documents) / size
         self.load, self.room = [0.0] * size, [local] * size
         self.held: list[list[Range]] = [[] for _ in range(size)]
@@ -155,7 +143,10 @@ class _Dealer:
 
     def deal(self, end: int, tokens: int) -> tuple[tuple[Range, ...], ...]:
         """The ranges of each rank. end: of the last document."""
+        left, pairs = sum(n for n, _ in self.documents), sum(triangle(n) for n, _ in self.documents)
         for i, (n, negative) in enumerate(self.documents):
+            left, pairs = left - n, pairs - triangle(n)
+            self.filler = self.kept * pairs / left if left else 0.0
             if not self._place(-negative, n):
                 if self._fill(self.documents[i:]):
                     break
