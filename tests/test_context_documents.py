@@ -56,7 +56,8 @@ def test_layouts_of_documents(some):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_long_documents_among_short_ones_are_even(size):
-    """Log-normal lengths as web text has, where the longest may have more pairs than a rank."""
+    """Log-normal lengths as web text has, where the longest may have more pairs than a rank. A rank has more than 10 %
+    above the mean only where that spares a call or most keys."""
     for seed in range(20):
         draw = random.Random(seed)
         lengths = [min(16384, max(16, int(draw.lognormvariate(6.4, 1.5)))) for _ in range(100)]
@@ -64,7 +65,8 @@ def test_long_documents_among_short_ones_are_even(size):
         pairs = causal_pairs(starts, (0, starts[-1]))
         work = documents.work(starts, Layout.balanced(starts, size).ranges)
         blocks = documents.work(starts, Layout._blocks(starts, size, starts[-1]).ranges)
-        assert work.pairs * size <= 1.10 * pairs, seed
+        spared = work.calls < blocks.calls or work.moved < 0.4 * blocks.moved
+        assert work.pairs * size <= (1.25 if spared else 1.10) * pairs, seed
         assert work.moved <= 0.8 * blocks.moved, seed
 
 
@@ -89,7 +91,7 @@ def test_padding_fills_what_documents_leave():
 
 
 @pytest.mark.parametrize(
-    "size, blocks, moved, most", [(2, 25172, 7397, 3705), (4, 55078, 18807, 8174), (8, 127106, 72726, 14878)]
+    "size, blocks, moved, most", [(2, 25172, 7397, 3705), (4, 55078, 18807, 8174), (8, 127106, 49297, 11553)]
 )
 def test_the_documents_of_the_benchmark(size, blocks, moved, most):
     """Keys that travel, and the most that one rank receives or others read of it."""

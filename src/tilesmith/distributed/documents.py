@@ -26,11 +26,11 @@ MOVED = 665
 # the host some 2 us where it cuts and joins tensors, once for tens of layers.
 CALL = 780_000
 PIECE = 2_000
-_EVEN = 0.01  # of the mean pairs of a rank: what whole documents may have above it
+EVEN = 0.01  # of the mean pairs of a rank: what one may have above it before documents are cut
 # A rank keeps pairs for its free tokens: these parts of what shorter documents have a token, one after another. It is
 # less than all, since the shortest go to ranks that lack few pairs.
-_KEPT = (0.0, 0.4, 0.7)
-_SPARE = 8  # of a rank's shortest documents, which may change place to fill ranks to equal numbers of tokens
+_KEPT = (0.0, 0.4, 0.55, 0.7)
+_SPARE = 8  # a rank's shortest documents, which may change place to fill ranks to equal numbers of tokens
 _OFFERED = 64  # documents of which some are to fill a rank: twice as many take twice the time
 _ATTEMPTS = 2
 _SWEEPS = 3  # over the cut documents, each of which evens out the ranks that share it
@@ -155,7 +155,7 @@ class _Dealer:
         for _ in range(_SWEEPS):
             for i, cut in enumerate(self.cuts):
                 self.cuts[i] = self._evened(cut)
-            if len(self.cuts) < 2 or max(self.load) > worst - 0.1 * _EVEN * self.mean:
+            if len(self.cuts) < 2 or max(self.load) > worst - 0.1 * EVEN * self.mean:
                 break
             worst = max(self.load)
         for start, _, shares in self.cuts:
@@ -176,7 +176,7 @@ class _Dealer:
         """Give a document to the rank that lacks most pairs a free token, or cut it if that has not so many left; False
         if no rank has room for it."""
         best = self._neediest(n)
-        above, much = triangle(n) - self.filler * n, _EVEN * self.mean
+        above, much = triangle(n) - self.filler * n, EVEN * self.mean
         if above > 2 * much and (best is None or above > self._left(best) + much):
             self._cut_for_pairs(start, n)
             return True
@@ -264,7 +264,7 @@ class _Dealer:
         wanted, pairs, tokens = triangle(n) - self.filler * n, 0.0, 0
         among: list[tuple[int, float]] = []
         for r in sorted(range(len(self.room)), key=lambda r: (-self._left(r), r)):
-            if pairs >= wanted - _EVEN * self.mean and tokens >= n and len(among) > 1:
+            if pairs >= wanted - EVEN * self.mean and tokens >= n and len(among) > 1:
                 break
             if self.room[r]:
                 share = max(0.0, min(self._left(r), wanted - pairs))

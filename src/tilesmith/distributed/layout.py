@@ -88,7 +88,9 @@ class Layout:
         checked_size("Layout.balanced", "size", size)
         blocks = cls._blocks(starts, size, tokens)
         best, least = None, documents.work(starts, blocks.ranges)
-        for ranges in documents.by_documents(starts, size, tokens):
+        even = (1 + documents.EVEN) * causal_pairs(starts, (0, tokens)) / size
+        able = documents.by_documents(starts, size, tokens)
+        while (least.moved or least.pairs > even) and (ranges := next(able, None)) is not None:
             found = documents.work(starts, ranges)
             if found.total < least.total:
                 best, least = ranges, found
