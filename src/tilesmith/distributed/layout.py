@@ -18,6 +18,9 @@ from tilesmith.engine.argument_checks import size as checked_size
 
 _LOADS = (1, 2, 4, 8, 16, 32)  # blocks of a rank that `Layout.balanced` tries
 _EVEN = 1.03  # load of the busiest rank over the mean at which it looks no further
+_MOST = (
+    1.1  # the most that it may be, whatever is spared: with more heads or a longer dim calls and transfers weigh less
+)
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,20 @@ class Layout:
 
         cu_seqlens: [N + 1] starts of the documents and the end of the last. tokens: of the sequence, the end of the
         last document if None. Documents stay whole where they can, since what is cut must travel between ranks
-        (`documents`). Where blocks of the sequence are less work, `documents.Work`, each rank has some of these.
+        (`documents`). Where blocks of the sequence are less work, `documents.Work`, each rank has some of these. The
+        busiest rank has at most 10 % above the mean, or no more than with blocks.
         """
         starts = boundaries(cu_seqlens)
         tokens = starts[-1] if tokens is None else checked_size("Layout.balanced", "tokens", tokens, starts[-1])
         checked_size("Layout.balanced", "size", size)
         blocks = cls._blocks(starts, size, tokens)
         best, least = None, documents.work(starts, blocks.ranges)
-        even = (1 + documents.EVEN) * causal_pairs(starts, (0, tokens)) / size
+        mean = causal_pairs(starts, (0, tokens)) / size
+        even, most = (1 + documents.EVEN) * mean, max(_MOST * mean, least.pairs)
         able = documents.by_documents(starts, size, tokens)
         while (least.moved or least.pairs > even) and (ranges := next(able, None)) is not None:
             found = documents.work(starts, ranges)
-            if found.total < least.total:
+            if found.total < least.total and found.pairs <= most:
                 best, least = ranges, found
         return blocks if best is None else cls(tokens, best, -(-tokens // size))
 
