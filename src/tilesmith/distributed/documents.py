@@ -33,7 +33,6 @@ _KEPT = (0.0, 0.4, 0.55, 0.7)
 _SPARE = 8  # a rank's shortest documents, which may change place to fill ranks to equal numbers of tokens
 _OFFERED = 64  # documents of which some are to fill a rank: twice as many take twice the time
 _ATTEMPTS = 2
-_SWEEPS = 3  # over the cut documents, each of which evens out the ranks that share it
 
 
 class Work(NamedTuple):
@@ -151,13 +150,7 @@ class _Dealer:
                 if self._fill(self.documents[i:]):
                     break
                 self._cut_for_tokens(-negative, n)
-        worst = float("inf")
-        for _ in range(_SWEEPS):
-            for i, cut in enumerate(self.cuts):
-                self.cuts[i] = self._evened(cut)
-            if len(self.cuts) < 2 or max(self.load) > worst - 0.1 * EVEN * self.mean:
-                break
-            worst = max(self.load)
+        self.cuts = [self._evened(cut) for cut in self.cuts]
         for start, _, shares in self.cuts:
             for share in shares:
                 self.held[share.rank] += [(start + first, start + last) for first, last in share.spans]
