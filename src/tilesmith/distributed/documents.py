@@ -137,7 +137,7 @@ class _Dealer:
         self.load, self.room = [0.0] * size, [local] * size
         self.held: list[list[Range]] = [[] for _ in range(size)]
         self.cuts: list[_Cut] = []
-        self.queue = [(-self.mean / local, r) for r in range(size)] if local else []
+        self.queue = [self._lack(r) for r in range(size)]  # equal, so a heap
         self.fills = 0
 
     def deal(self, end: int, tokens: int) -> tuple[tuple[Range, ...], ...]:
@@ -173,39 +173,41 @@ class _Dealer:
         if above > 2 * much and (best is None or above > self._left(best) + much):
             self._cut_for_pairs(start, n)
             return True
-        best = self._shifted(n) if best is None else best
         if best is not None:
             self._take(best, start, n)
+            heapq.heappush(self.queue, self._lack(best))
+            return True
+        best = self._shifted(n)
+        if best is not None:
+            self._take(best, start, n)
+            self._rank()
         return best is not None
 
     def _neediest(self, n: int) -> int | None:
-        """The rank that lacks most pairs a free token of those with n free tokens."""
+        """The rank that lacks most pairs a free token of those with n free tokens, taken out of the queue."""
         if max(self.room) < n:
             return None
         full = []
         while self.room[self.queue[0][1]] < n:
             full.append(heapq.heappop(self.queue))
-        found = self.queue[0][1]
+        found = heapq.heappop(self.queue)[1]
         for entry in full:
             heapq.heappush(self.queue, entry)
         return found
 
-    def _ranked(self) -> None:
+    def _lack(self, r: int) -> tuple[float, int]:
+        """A rank's entry in the queue; one without free tokens is never asked for."""
+        return (self.load[r] - self.mean) / max(self.room[r], 1), r
+
+    def _rank(self) -> None:
         """Order the ranks anew."""
-        ranks = (r for r, room in enumerate(self.room) if room)
-        self.queue = [((self.load[r] - self.mean) / self.room[r], r) for r in ranks]
+        self.queue = [self._lack(r) for r, room in enumerate(self.room) if room]
         heapq.heapify(self.queue)
 
     def _take(self, r: int, start: int, n: int) -> None:
         self.held[r].append((start, start + n))
         self.load[r] += triangle(n)
         self.room[r] -= n
-        if self.queue[0][1] != r:
-            self._ranked()
-        elif self.room[r]:
-            heapq.heapreplace(self.queue, ((self.load[r] - self.mean) / self.room[r], r))
-        else:
-            heapq.heappop(self.queue)
 
     def _shifted(self, n: int) -> int | None:
         """A rank that has room for n tokens once another one has more of a document that they share; None if there is
@@ -223,7 +225,6 @@ class _Dealer:
                         self.cuts[place] = _Cut(cut.start, cut.tokens, shares)
                         self.room[here.rank] += missing
                         self.room[there.rank] -= missing
-                        self._ranked()
                         return here.rank
         return None
 
@@ -247,9 +248,7 @@ class _Dealer:
                 self.held[owner].remove((start, start + n))
                 self.load[owner] -= triangle(n)
                 self.room[owner] += n
-            self.held[r].append((start, start + n))
-            self.load[r] += triangle(n)
-            self.room[r] -= n
+            self._take(r, start, n)
         return True
 
     def _cut_for_pairs(self, start: int, n: int) -> None:
@@ -294,7 +293,7 @@ class _Dealer:
                 self.load[r] += part * triangle(n)
                 self.room[r] -= count
         self.cuts.append(_Cut(start, n, shares))
-        self._ranked()
+        self._rank()
 
     def _evened(self, cut: _Cut) -> _Cut:
         """The cut whose shares bring its ranks to the same pairs, as far as their tokens can."""
