@@ -32,7 +32,7 @@ EVEN = 0.01  # of the mean pairs of a rank: what one may have above it before do
 _KEPT = (0.0, 0.4, 0.55, 0.7)
 _SPARE = 8  # a rank's shortest documents, which may change place to fill ranks to equal numbers of tokens
 _OFFERED = 64  # documents of which some are to fill a rank: twice as many take twice the time
-_ATTEMPTS = 2
+_ATTEMPTS = 2  # to fill ranks so
 
 
 class Work(NamedTuple):
