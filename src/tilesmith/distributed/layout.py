@@ -18,9 +18,7 @@ from tilesmith.engine.argument_checks import size as checked_size
 
 _LOADS = (1, 2, 4, 8, 16, 32)  # blocks of a rank that `Layout.balanced` tries
 _EVEN = 1.03  # load of the busiest rank over the mean at which it looks no further
-_MOST = (
-    1.1  # the most that it may be, whatever is spared: with more heads or a longer dim calls and transfers weigh less
-)
+_MOST = 1.1  # the most that it may be, whatever is spared: with more heads calls and transfers weigh less
 
 
 @dataclass(frozen=True)
