@@ -24,7 +24,7 @@ from tilesmith.ops.attn.plan.tables import FORWARD_TILES
 from tilesmith.ops.attn.plan.tables import hopper_forward as configured
 
 CASES = (
-    "d80_packed", "d80_lists", "d96_lists_narrow", "d80_window", "d72_packed_window", "dropout_d80",
+    "d80_packed", "d80_lists", "d72_lists", "d96_lists_narrow", "d80_window", "d72_packed_window", "dropout_d80",
     "dropout_d72_packed", "d88_group_of_3", "d80_key_shares", "d64_96_tiles", "d192_80_tiles",
     "d72_wide_tiles", "d72_wide_causal_tiles", "d72_wide_group_of_3", "d128_72_tiles",
 )  # fmt: skip

@@ -105,6 +105,12 @@ def test_a_softcap_keeps_tiles_that_do_not_spill():
     assert hopper_forward(s, SM90, OPEN).tile == (192, 128) != hopper_forward(s._replace(softcap=True), SM90, OPEN).tile
 
 
+@pytest.mark.parametrize("dim", [72, 80, 96])
+def test_block_lists_have_the_tiles_of_two_consumers(dim):
+    plan = hopper_forward(_shape(dim, lists=1, list_rows=1, block_q=128, block_k=128), SM90, OPEN)
+    assert (plan.tile, plan.stages) == ((128, 128), 3) and _constants(plan)[0]["V_COLS"] == dim
+
+
 def _planned(op, case):
     """A case's call, and its plan on an H200."""
     from tilesmith.ops.attn.hopper.launch_forward import dims

@@ -309,6 +309,7 @@ ATTENTION = [
     Case("d64_96_tiles", attend(2, 4, 2, 520, 517, 64, 96), GPU, HALF),
     Case("d192_80_tiles", attend(1, 4, 2, 300, 520, 192, 80, causal=True), GPU, HALF),
     Case("d128_72_tiles", attend(1, 4, 2, 300, 520, 128, 72, causal=True), GPU, HALF),
+    Case("d72_lists", attend(1, 4, 2, 520, 520, 72, lists=(1, 4, 128, 128, 0.5)), GPU, HALF),
     Case("d72_wide_tiles", attend(3, 16, 8, 384, 512, 72, init=tokens_first), GPU, HALF),
     Case("d72_wide_causal_tiles", attend(1, 66, 22, 576, 576, 72, init=tokens_first, causal=True), GPU, HALF),
     Case("d72_wide_causal_more_keys", attend(3, 22, 22, 517, 650, 72, causal=True, sinks=True), GPU, HALF),

@@ -224,8 +224,10 @@ def _within_lists(s: Shape, config: HopperConfig) -> HopperConfig:
     """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
     if config.consumers != 2:
         # with one tile of queries 1,190 us for 1,152 (H200, head dim 64, 16k, a quarter of the blocks)
-        first = next(iter(_open_tiles(s)))
-        config = first if first.consumers == 2 else HopperConfig(2, 128, 4, 2)
+        tiles = _open_tiles(s)
+        block_n = next(iter(tiles)).block_n
+        two = (t for t in tiles if (t.consumers, t.block_n) == (2, block_n))
+        config = next(two, HopperConfig(2, 128, 4, 2))
     if config.block_n > 64 and s.block_k % 128:
         config = config._replace(block_n=64, stages=2 * config.stages, v_stages=2 * config.v_stages)
     return config
