@@ -25,6 +25,7 @@ from tilesmith.ops.attn import reference
 from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.plan import hopper_forward as planning
+from tilesmith.ops.attn.plan import joined
 from tilesmith.ops.attn.plan.configs import HopperConfig
 from tilesmith.ops.attn.plan.shape import rest_columns, shape_of
 from tilesmith.ops.attn.plan.tables import FORWARD_TILES
@@ -42,7 +43,7 @@ class Tensors(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def plan_for(shape: Any, config: HopperConfig) -> Any:
     columns = (lambda dim: 0) if config == PADDED else rest_columns
-    with mock.patch.object(planning, "rest_columns", columns):
+    with mock.patch.object(joined, "rest_columns", columns):
         return planning.hopper_forward.__wrapped__(shape, arch_named("sm90"), config)
 
 
@@ -93,7 +94,7 @@ class Forward(Study):
     )  # fmt: skip
 
     def candidates(self, call: Call) -> dict[str, HopperConfig]:
-        tiles = FORWARD_TILES[64 + rest_columns(call.dim)]
+        tiles = FORWARD_TILES[72 if 64 < call.dim <= 72 else 64 + rest_columns(call.dim)]
         found = {f"{64 * t.consumers} x {t.block_n}": t for t in tiles}
         return found | ({"padded": PADDED} if call.dim > 64 else {})
 

@@ -15,6 +15,7 @@ code, which only Gluon kernels import; those of PyTorch in `engine.torch_private
 | `CompiledKernel.metadata_group` | no kernel is compiled before the call that launches it is made |
 | `JITFunction.src`, `.fn` | kernels are compiled ahead in the order of launches, not the largest first |
 | `JITFunction.device_caches` | a kernel that is compiled ahead may be read from Triton's cache on disk again |
+| `allocate_shared_memory_nv` | where a kernel's shared memory lies is not checked |
 | `create_function_from_signature`, `_pack_args` | nothing can be compiled for a GPU that is not here |
 """
 
@@ -27,6 +28,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -289,3 +291,24 @@ def compile_for(kernel: Any, args: tuple, named: Mapping[str, Any], target: Any)
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=target, options=options.__dict__)
+
+
+def shared_memory_offsets(compiled: Any, arch: int) -> dict[str, int]:
+    """Where each piece of shared memory that a Gluon kernel allocates lies, in bytes from the first one: name of the
+    variable in the kernel -> offset; of several of one name the last. arch: 90 for compute capability 9.0."""
+    import tempfile
+
+    from triton._C.libtriton import ir, nvidia
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ttgir")
+        path.write_text(compiled.asm["ttgir"])
+        module = ir.parse_mlir_module(str(path), context)
+    passes = ir.pass_manager(context)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(passes, arch, 80)  # 80: of PTX 8.0
+    passes.run(module, "shared_memory_offsets")
+    placed = re.findall(r"%(\w+) = ttg\.local_alloc .*?allocation\.offset = (\d+)", str(module))
+    return {name: int(offset) for name, offset in placed}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tilesmith.engine import Op, cases, ops
+from tilesmith.engine import Op, cases, ops, triton_private
 from tilesmith.engine.launcher import compiling_for
 from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named, assuming
@@ -97,11 +97,18 @@ class _Tap:
             self.configure.arch = None
 
 
+def _misplaced(compiled: Any, arch: int) -> bool:
+    """Whether a kernel takes the start of shared memory for values that lie elsewhere (attention's `hopper.joined`)."""
+    takes_start = "global_smem; //" in compiled.asm["ptx"]
+    return takes_start and triton_private.shared_memory_offsets(compiled, arch)["v"] != 0
+
+
 def main(families: str, backend: str, arch: str, warp: str, *more: str) -> int:
     """Compile and print one line a kernel: warps and shared memory; for NVIDIA also registers, spills and code size.
 
-    Exits with 1 where nothing was compiled, where the code for Hopper reads a register that nothing has written, or
-    where a lane of a packed pair spills into the other (`validate.ptx`).
+    Exits with 1 where nothing was compiled, where the code for Hopper reads a register that nothing has written, where
+    a lane of a packed pair spills into the other (`validate.ptx`), or where values lie elsewhere in shared memory than
+    a kernel assumes.
     """
     from triton.backends.compiler import GPUTarget
 
@@ -123,6 +130,8 @@ def main(families: str, backend: str, arch: str, warp: str, *more: str) -> int:
             faults += [
                 f"{name}: a lane spills into its neighbour: {x}\n" for x in ptx.spilling_lanes(compiled.asm["ptx"])
             ]
+        if target.backend == "cuda" and _misplaced(compiled, target.arch):
+            faults.append(f"{name}: values do not lie at the start of shared memory\n")
         forms.setdefault(form, []).append(op)
     sys.stdout.write("".join(f"compiled {form} for {' '.join(names)}\n" for form, names in sorted(forms.items())))
     sys.stderr.write("".join(faults))

@@ -28,6 +28,7 @@ from triton.language.core import _aggregate as aggregate
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "builtin",
     "mbarrier_arrive",
     "grid_dependency_wait",
     "wait_acquire",

@@ -20,7 +20,6 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.columns import (
-    add_products,
     load_tile,
     rest_tile,
     rows_product,
@@ -30,6 +29,7 @@ from tilesmith.ops.attn.hopper.columns import (
     zero_sums,
 )
 from tilesmith.ops.attn.hopper.dropout import dropped, kept_keys, load_dropout
+from tilesmith.ops.attn.hopper.joined import add_values, check_place, load_values, parts_of, value_tiles
 from tilesmith.ops.attn.hopper.softmax import (
     NOTHING,
     apply_mask,
@@ -81,9 +81,7 @@ def _produce(parts, descs, counter, table, lists, indices):
                     )  # fmt: skip
             t = count % walk.V_STAGES
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
-            load_tile(
-                v_desc, v_rest_desc, kv_corner, v_full.index(t), v.index(t), v_rest.index(t), walk.V_REST, walk.PACKED
-            )
+            load_values(v_desc, v_rest_desc, kv_corner, v_full.index(t), v, v_rest, t, walk)
             count += 1
         number = queue.fetch(turn, counter, tiles, whole.DYNAMIC)
         turn += 1
@@ -180,12 +178,12 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
     mbarrier_wait(k_full, k_phase)
     qk_made = rows_product(q_tile, q_rest, k_tile, k_rest, zero, walk.REST)
     mbarrier_wait(v_full, v_phase)
-    acc_made, rest_made = add_products(p, v_tile, v_rest, acc, acc_rest, walk.V_REST)
+    acc_made, rest_made = add_values(p, v_tile, v_rest, acc, acc_rest, walk)
     if walk.TURNS:
         named_barrier("arrive", TURN + (C + 1) % walk.CONSUMERS)
     if drop is not None:
         kept = kept_keys(drop, first, walk.BN)
-    qk = wgmma_wait(2 if walk.V_REST > 0 else 1, deps=[qk_made])
+    qk = wgmma_wait(2 if walk.V_REST > 0 and walk.V_PART == 0 else 1, deps=[qk_made])
     mbarrier_arrive(k_empty)
     if SOFTCAP:
         qk = tanh(qk * inner)
@@ -279,11 +277,10 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                 if dropout is not None:
                     first = walk.key(begin, blocks, 1, entry, lists, indices)
                 k_tile = k.index(s).reshape([BN, D])
-                v_tile = v.index(behind).reshape([BN, DV])
-                v_tile_rest = rest_tile(v_rest, behind, v_tile, walk.V_REST).slice(0, BN // 2)
+                v_tile, v_tile_rest = value_tiles(v, v_rest, behind, walk, BN // 2)
                 rests = acc_rest, q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST), v_tile_rest
                 acc, acc_rest, total, top, p = next_block(
-                    C, walk, q_tile, k_tile, v_tile.slice(0, BN // 2),
+                    C, walk, q_tile, k_tile, v_tile,
                     (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                     (k_empty.index(s), v_empty.index(behind)), unpack(few, dtype, P), acc, total, top, queries, first,
                     inner, scale, False, SOFTCAP, dropping, rests,
@@ -330,8 +327,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                     if phase != 1 or dropout is not None:
                         first = walk.key(begin, blocks, j, entry, lists, indices)
                     k_tile = k.index(s).reshape([BN, D])
-                    v_tile = v.index(behind).reshape([BN, DV])
-                    v_tile_rest = rest_tile(v_rest, behind, v_tile, walk.V_REST)
+                    v_tile, v_tile_rest = value_tiles(v, v_rest, behind, walk, BN)
                     acc, acc_rest, total, top, p = next_block(
                         C, walk, q_tile, k_tile, v_tile,
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
@@ -344,9 +340,8 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
             mbarrier_arrive(q_empty.index(box))
         t = count % walk.V_STAGES
         mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        v_tile = v.index(t).reshape([BN, DV])
-        v_tile_rest = rest_tile(v_rest, t, v_tile, walk.V_REST)
-        acc_made, rest_made = add_products(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk.V_REST)
+        v_tile, v_tile_rest = value_tiles(v, v_rest, t, walk, BN)
+        acc_made, rest_made = add_values(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk)
         count += 1
         first_head = head * walk.HEADS
         factor, lse = finish_softmax(top, total, first_head + heads, sinks_ptr)
@@ -389,7 +384,8 @@ def attention_fwd_kernel(
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
     k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None, out_rest_desc=None,
-    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1,
+    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1, V_PART: gl.constexpr = 0,
+    V_COLS: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of HEADS heads that share keys (`Walk`). table: tiles of documents
     (`query_tiles_kernel`), the order of the lists' tiles, or None. lists: tiles of block lists of LIST_K keys
@@ -399,7 +395,8 @@ def attention_fwd_kernel(
     of v and out behind DV, which have tiles of their own (`columns`). STREAM_K: tiles behind the last whole round are
     left to `attention_fwd_stream_k_kernel`. dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None;
     DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored
-    from registers; out_desc is None."""
+    from registers; out_desc is None. V_PART, V_COLS: values lie in parts of so many columns, of which products have so
+    many (`joined`); then v_rest_desc is None."""
     if STREAM_K:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
@@ -416,7 +413,7 @@ def attention_fwd_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, 64 // HEADS * CONSUMERS, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
-        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS,
+        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS, V_PART, V_COLS,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
@@ -424,13 +421,17 @@ def attention_fwd_kernel(
     if REST > 0:
         q_rest = smem_tiles(Q_STAGES * CONSUMERS, q_rest_desc)
         k_rest = smem_tiles(STAGES, k_rest_desc)
-    v = smem_tiles(V_STAGES, v_desc)
+    V_TILES: gl.constexpr = V_STAGES * parts_of(DV + V_REST, V_PART) if V_PART > 0 else V_STAGES
+    v = smem_tiles(V_TILES, v_desc)
+    if V_PART > 0:
+        check_place(v)
     out = q
     if not OUT_IN_Q and out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
     v_rest, out_rest = v, out
     if V_REST > 0:
-        v_rest = smem_tiles(V_STAGES, v_rest_desc)
+        if V_PART == 0:
+            v_rest = smem_tiles(V_STAGES, v_rest_desc)
         if out_ptr is None:
             out_rest = smem_tiles(CONSUMERS, out_rest_desc)
     queue = tile_queue(CONSUMERS, 1)

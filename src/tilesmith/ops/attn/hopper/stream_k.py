@@ -20,7 +20,6 @@ from tilesmith.device.gluon.shim import (
     tma_store_wait,
 )
 from tilesmith.ops.attn.hopper.columns import (
-    add_products,
     load_tile,
     rest_tile,
     scale_rows,
@@ -29,6 +28,7 @@ from tilesmith.ops.attn.hopper.columns import (
     zero_sums,
 )
 from tilesmith.ops.attn.hopper.forward import TURN, first_block, next_block
+from tilesmith.ops.attn.hopper.joined import add_values, check_place, load_values, parts_of, value_tiles
 from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, unpack
 from tilesmith.ops.attn.hopper.walk import Walk
 
@@ -122,7 +122,7 @@ def _produce(runs, parts, descs, BEHIND: gl.constexpr):
                     )
             t = count % walk.V_STAGES
             mbarrier_wait(v_empty.index(t), ((count // walk.V_STAGES) & 1) ^ 1)
-            load_tile(v_desc, v_rest_desc, place, v_full.index(t), v.index(t), v_rest.index(t), walk.V_REST, False)
+            load_values(v_desc, v_rest_desc, place, v_full.index(t), v, v_rest, t, walk)
             count += 1
         begin += blocks
         turn += 1
@@ -256,11 +256,9 @@ def _consume(C: gl.constexpr, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_
                     s = count % walk.STAGES
                     if phase == 0:
                         key = (behind - 1 - j) * BN
-                    k_tile, v_tile = k.index(s).reshape([BN, D]), v.index(t).reshape([BN, DV])
-                    k_tile_rest, v_tile_rest = (
-                        rest_tile(k_rest, s, k_tile, walk.REST),
-                        rest_tile(v_rest, t, v_tile, walk.V_REST),
-                    )
+                    k_tile = k.index(s).reshape([BN, D])
+                    k_tile_rest = rest_tile(k_rest, s, k_tile, walk.REST)
+                    v_tile, v_tile_rest = value_tiles(v, v_rest, t, walk, BN)
                     acc, acc_rest, total, top, p = next_block(
                         C, walk, q_tile, k_tile, v_tile,
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(t), v_phase),
@@ -270,9 +268,8 @@ def _consume(C: gl.constexpr, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_
         mbarrier_arrive(q_empty.index(C))
         t = count % walk.V_STAGES
         mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
-        v_tile = v.index(t).reshape([BN, DV])
-        v_tile_rest = rest_tile(v_rest, t, v_tile, walk.V_REST)
-        acc_made, rest_made = add_products(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk.V_REST)
+        v_tile, v_tile_rest = value_tiles(v, v_rest, t, walk, BN)
+        acc_made, rest_made = add_values(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk)
         count += 1
         acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
         mbarrier_arrive(v_empty.index(t))
@@ -302,7 +299,8 @@ def attention_fwd_stream_k_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, SOFTCAP: gl.constexpr, BEHIND: gl.constexpr,
     REST: gl.constexpr = 0, q_rest_desc=None, k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None,
     out_rest_desc=None,
-    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0,
+    out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, V_PART: gl.constexpr = 0,
+    V_COLS: gl.constexpr = 0,
 ):  # fmt: skip
     """As many equal runs as CTAs of the tiles (CONSUMERS * 64 queries of one head) from number `whole_tiles` on, all
     of them with RIGHT. parts_ptr: sums of values, row maxima and row sums of each CTA's part of each tile; met_ptr:
@@ -312,12 +310,15 @@ def attention_fwd_stream_k_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, none, right, group, none, none,
         False, RIGHT, WHOLE, False, False, CONSUMERS * 64, BN, D, DV, CONSUMERS, STAGES, 1, 0, False, V_STAGES,
-        False, REST, V_REST,
+        False, REST, V_REST, 1, V_PART, V_COLS,
     )  # fmt: skip
     runs = _runs_of(walk, whole_tiles)
     q = smem_tiles(CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)
-    v = smem_tiles(V_STAGES, v_desc)
+    V_TILES: gl.constexpr = V_STAGES * parts_of(DV + V_REST, V_PART) if V_PART > 0 else V_STAGES
+    v = smem_tiles(V_TILES, v_desc)
+    if V_PART > 0:
+        check_place(v)
     out = q
     if out_ptr is None:
         out = smem_tiles(CONSUMERS, out_desc)
@@ -326,7 +327,8 @@ def attention_fwd_stream_k_kernel(
         q_rest = smem_tiles(CONSUMERS, q_rest_desc)
         k_rest = smem_tiles(STAGES, k_rest_desc)
     if V_REST > 0:
-        v_rest = smem_tiles(V_STAGES, v_rest_desc)
+        if V_PART == 0:
+            v_rest = smem_tiles(V_STAGES, v_rest_desc)
         if out_ptr is None:
             out_rest = smem_tiles(CONSUMERS, out_rest_desc)
     q_full = mbarriers(CONSUMERS, 1)

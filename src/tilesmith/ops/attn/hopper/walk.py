@@ -14,10 +14,11 @@ class Walk:
     ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
     the last block that they see the first of two consumers sees but the first half, and any of three may, and all
     consumers see every other block whole. STREAM_K: CTAs make whole rounds of tiles; those left over are
-    divided (`stream_k`). REST, V_REST: columns of queries and keys behind D, of values behind DV (`columns`). HEADS: of
-    q that a tile holds the queries of, one head's rows after another's; then heads, rows, section and group count packs
-    of so many, and BM is a tile's positions. Of a consumer's 64 rows the last ones hold nothing where HEADS does not
-    divide 64.
+    divided (`stream_k`). REST, V_REST: columns of queries and keys behind D, of values behind DV (`columns`). V_PART,
+    V_COLS: columns of the parts of a tile of values whose products are joined, and of these products, or 0 (`joined`).
+    HEADS: of q that a tile holds the queries of, one head's rows after another's; then heads, rows, section and group
+    count packs of so many, and BM is a tile's positions. Of a consumer's 64 rows the last ones hold nothing where HEADS
+    does not divide 64.
     """
 
     tokens: gl.tensor
@@ -52,12 +53,14 @@ class Walk:
     REST: gl.constexpr
     V_REST: gl.constexpr
     HEADS: gl.constexpr
+    V_PART: gl.constexpr
+    V_COLS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
-        STREAM_K=False, REST=0, V_REST=0, HEADS=1,
+        STREAM_K=False, REST=0, V_REST=0, HEADS=1, V_PART=0, V_COLS=0,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -72,6 +75,7 @@ class Walk:
         self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN * HEADS <= 64 * (CONSUMERS - 1))
         self.STREAM_K = gl.constexpr(STREAM_K)
         self.REST, self.V_REST, self.HEADS = gl.constexpr(REST), gl.constexpr(V_REST), gl.constexpr(HEADS)
+        self.V_PART, self.V_COLS = gl.constexpr(V_PART), gl.constexpr(V_COLS)
 
     @gluon.jit
     def tiles(self):
@@ -127,7 +131,7 @@ class Walk:
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
             self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
-            self.V_STAGES, self.STREAM_K, self.REST, self.V_REST, self.HEADS,
+            self.V_STAGES, self.STREAM_K, self.REST, self.V_REST, self.HEADS, self.V_PART, self.V_COLS,
         )  # fmt: skip
 
     @gluon.jit

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
+from tilesmith.ops.attn.plan.joined import joined_values, joins, key_parts, value_parts, why_apart
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
-from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, is_narrow, rest_columns, window_of
+from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
     FORWARD_L2,
     FORWARD_TILES,
@@ -39,18 +40,6 @@ TABLE_SPAN = 256
 WIDE_STAGES = 5  # tiles of 64 keys and 128 columns, as many as shared memory holds beside queries and values
 WINDOW_RUNS = (1, 2, 4, 8, 16, 32, 64)
 NO_KEYS = "no query sees a key: nothing is launched"
-
-
-def key_parts(dim: int) -> tuple[int, int]:
-    """The columns of a tile of queries or keys, and of its rest (`hopper.columns`)."""
-    rest = rest_columns(dim)
-    return (64, rest) if rest else column_parts(dim)
-
-
-def value_parts(dim: int) -> tuple[int, int]:
-    """The same of values and results, of which those above 128 columns have no rest."""
-    rest = rest_columns(dim)
-    return (64, rest) if rest else (columns(dim), 0)
 
 
 class Tables(NamedTuple):
@@ -158,6 +147,8 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
 def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
     """The tiles whose times are known, among which a model chooses where a configuration leaves them open."""
     made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
+    if made == 80 and joins(s.value_dim) and s.value_dim <= 72 and not s.softcap:  # a softcap spills in 192 x 128
+        made = 72
     return FORWARD_TILES[made if made <= 128 else 256]
 
 
@@ -233,8 +224,10 @@ def _within_lists(s: Shape, config: HopperConfig) -> HopperConfig:
     """Tiles that block lists are made of: two consumers, blocks that divide theirs."""
     if config.consumers != 2:
         # with one tile of queries 1,190 us for 1,152 (H200, head dim 64, 16k, a quarter of the blocks)
-        first = next(iter(_open_tiles(s)))
-        config = first if first.consumers == 2 else HopperConfig(2, 128, 4, 2)
+        tiles = _open_tiles(s)
+        block_n = next(iter(tiles)).block_n
+        two = (t for t in tiles if (t.consumers, t.block_n) == (2, block_n))
+        config = next(two, HopperConfig(2, 128, 4, 2))
     if config.block_n > 64 and s.block_k % 128:
         config = config._replace(block_n=64, stages=2 * config.stages, v_stages=2 * config.v_stages)
     return config
@@ -350,8 +343,9 @@ class _Call(NamedTuple):
         for name, of_keys in (("q", True), ("k", True), ("v", False), ("out", False)):
             wide, rest = key_parts(self.s.dim) if of_keys else value_parts(self.s.value_dim)
             heads = self.heads if name in ("q", "out") else 1
-            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, heads, wide if rest else 0)
-            if rest:
+            part = joined_values(self.s, self.config).part if name == "v" else 0
+            found[f"{name}_desc"] = Tile(name, rows[name], self.s.packed, heads, part or (wide if rest else 0))
+            if rest and not part:
                 found[f"{name}_rest_desc"] = Tile(name, rows[name], self.s.packed, heads, rest)
         if self.s.out_fp32:
             found.pop("out_rest_desc", None)
@@ -362,6 +356,8 @@ class _Call(NamedTuple):
         s, config = self.s, self.config
         (wide, rest), (value_wide, value_rest) = key_parts(s.dim), value_parts(s.value_dim)
         rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
+        joined = joined_values(s, config)
+        rests |= {"V_PART": joined.part, "V_COLS": joined.columns} if joined.part else {}
         return {
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
             "BN": config.block_n, "D": wide, "DV": value_wide, "CONSUMERS": config.consumers,
@@ -435,6 +431,10 @@ def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
                 f"tiles of {sum(parts)} columns of {what} are made of {parts[0]} and {parts[1]}: none is padded to "
                 f"{2 * parts[0]}"
             )
+    if "V_COLS" in main.constants:
+        reasons.append(f"values of {main.constants['V_COLS']} columns as one product a step of 16 keys")
+    elif "V_REST" in main.constants:
+        reasons.append("values as two products a step of 16 keys: " + why_apart())
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
     return reasons

@@ -13,10 +13,11 @@ def forward(c: Mapping[str, Any], item: int, counted: bool = True) -> int:
     from a counter, or may."""
     consumers, stages, values = c["CONSUMERS"], c["STAGES"], c["V_STAGES"]
     wide, value_wide = c["D"] + c.get("REST", 0), c["DV"] + c.get("V_REST", 0)
+    held = c["V_PART"] * -(-value_wide // c["V_PART"]) if c.get("V_PART") else value_wide
     queries = 64 * wide * consumers * c["Q_STAGES"]
     in_q = c["D"] == c["DV"] and wide > 128 and (counted or wide < 256)
     out = 0 if in_q or "DIM_V" in c else 64 * value_wide * consumers
-    return (queries + out + c["BN"] * (wide * stages + value_wide * values)) * item + _rest(counted)
+    return (queries + out + c["BN"] * (wide * stages + held * values)) * item + _rest(counted)
 
 
 def forward_wide(c: Mapping[str, Any], item: int) -> int:

@@ -1,0 +1,72 @@
+"""Which values of a forward on Hopper are multiplied as one product a step of 16 keys, and how they lie for that
+(`hopper.joined`)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from tilesmith.engine import releases
+from tilesmith.ops.attn.plan import smem
+from tilesmith.ops.attn.plan.configs import HopperConfig
+from tilesmith.ops.attn.plan.shape import Shape, column_parts, columns, rest_columns
+
+
+class Joined(NamedTuple):
+    """columns: of the products, a multiple of 8. part: columns of the parts of a tile of values, which lie one after
+    another, each with rows of one swizzle. Both 0: products of 64 columns and of the rest, whose tiles lie apart."""
+
+    columns: int = 0
+    part: int = 0
+
+
+def key_parts(dim: int) -> tuple[int, int]:
+    """The columns of a tile of queries or keys, and of its rest (`hopper.columns`)."""
+    rest = rest_columns(dim)
+    return (64, rest) if rest else column_parts(dim)
+
+
+def value_parts(dim: int) -> tuple[int, int]:
+    """The same of values and results, of which those above 128 columns have no rest."""
+    rest = rest_columns(dim)
+    return (64, rest) if rest else (columns(dim), 0)
+
+
+@lru_cache(maxsize=1)
+def _place_known() -> bool:
+    """Whether the installed Triton is known to place the largest allocation of shared memory first: one with which the
+    kernels are tested. Without Triton plans are those of the tested one."""
+    found = releases.installed()
+    return found is None or releases.tested(found)
+
+
+def joins(value_dim: int) -> bool:
+    """Whether products with values of a head dim are joined where they lie first in shared memory."""
+    return rest_columns(value_dim) > 0 and _place_known()
+
+
+def why_apart() -> str:
+    """Why products with values of 65 to 96 columns are not joined."""
+    if not _place_known():
+        return f"where Triton {releases.installed()} places values in shared memory was not tested"
+    return "values are not the largest allocation of shared memory, which lies first"
+
+
+def joined_values(s: Shape, config: HopperConfig) -> Joined:
+    """How the products of a call with its values are joined. Parts have 64 columns, the rows of the widest swizzle,
+    where shared memory has room for what these pad."""
+    if not joins(s.value_dim):
+        return Joined()
+    rest, stages = rest_columns(s.value_dim), config.v_stages or config.stages
+    wide, key_rest = key_parts(s.dim)
+    padded = {
+        "CONSUMERS": config.consumers, "STAGES": config.stages, "V_STAGES": stages, "Q_STAGES": config.q_stages,
+        "BN": config.block_n, "D": wide, "REST": key_rest, "DV": 64, "V_REST": rest, "V_PART": 64,
+        **({"DIM_V": s.value_dim} if s.out_fp32 else {}),
+    }  # fmt: skip
+    part = 64 if rest == 16 and smem.forward(padded, s.q_bytes) <= smem.HOPPER else rest
+    held = -(-(64 + rest) // part) * part
+    keys, queries = config.stages * config.block_n * wide, 64 * config.consumers * config.q_stages * max(64, wide)
+    if stages * config.block_n * held <= max(keys, queries):
+        return Joined()
+    return Joined(-(-s.value_dim // 8) * 8, part)

@@ -1,0 +1,154 @@
+"""Products with values of 65 to 96 columns as one WGMMA a step: which plans have them, and where these values lie."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from plan_calls import SM90
+from tilesmith.engine import cases, ops, releases
+from tilesmith.ops.attn.arguments import attention_arguments
+from tilesmith.ops.attn.plan import Shape, joined, smem
+from tilesmith.ops.attn.plan.configs import HopperConfig
+from tilesmith.ops.attn.plan.hopper_forward import hopper_forward
+from tilesmith.ops.attn.plan.joined import Joined, joined_values
+from tilesmith.ops.attn.plan.shape import shape_of
+from tilesmith.ops.attn.plan.tables import FORWARD_TILES
+
+OPEN = HopperConfig(0, 0, 0)
+
+
+def _shape(dim, value_dim=0, tokens=4000, causal=False, **more):
+    s = Shape(1, 16, 16, tokens, tokens, dim, value_dim or dim, 2, 2, causal, -1, 0 if causal else -1)
+    return s._replace(**more)
+
+
+def _constants(plan):
+    return [step.constants for step in plan.steps if step.kernel.startswith("attention_fwd")]
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "found"),
+    [
+        (72, 72, (72, 64)), (66, 66, (72, 64)), (80, 80, (80, 64)), (74, 74, (80, 64)), (88, 88, (88, 32)),
+        (96, 96, (96, 32)), (64, 80, (80, 64)), (64, 64, (0, 0)), (72, 64, (0, 0)), (128, 128, (0, 0)),
+    ],
+)  # fmt: skip
+def test_values_of_65_to_96_columns_are_joined(dim, value_dim, found):
+    plan = hopper_forward(_shape(dim, value_dim), SM90, OPEN)
+    for constants in _constants(plan):
+        assert (constants.get("V_COLS", 0), constants.get("V_PART", 0)) == found
+    told = f"values of {found[0]} columns as one product a step of 16 keys"
+    assert (told in str(plan)) == (found[0] > 0)
+    assert any("v_rest_desc" in step.tensors for step in plan.steps) is False
+
+
+@pytest.mark.parametrize("dim", [72, 80, 96])
+@pytest.mark.parametrize("fp32", [False, True])
+def test_values_are_the_largest_allocation_in_all_tiles(dim, fp32):
+    s = _shape(dim, out_fp32=fp32)
+    for tiles in FORWARD_TILES[dim]:
+        how = joined_values(s, tiles)
+        assert how.columns == dim
+        for step in hopper_forward(s, SM90, tiles).steps:
+            c = step.constants
+            values = c["V_STAGES"] * c["BN"] * how.part * -(-(64 + c["V_REST"]) // how.part)
+            assert values > max(c["STAGES"] * c["BN"] * 64, 64 * c["CONSUMERS"] * c.get("Q_STAGES", 1) * 64)
+            assert step.shared_memory <= smem.HOPPER
+
+
+def test_values_that_are_not_the_largest_allocation_lie_apart():
+    """3 tiles of keys of 128 columns and 2 of values of 80."""
+    s, config = _shape(128, 80), HopperConfig(2, 128, 3, 1, 2)
+    assert joined_values(s, config) == Joined()
+    plan = hopper_forward(s, SM90, config)
+    assert "V_PART" not in _constants(plan)[0] and "v_rest_desc" in plan.steps[-1].tensors
+    assert "two products a step of 16 keys: values are not the largest allocation" in str(plan)
+
+
+def test_other_releases_of_triton_multiply_twice(monkeypatch):
+    monkeypatch.setattr(releases, "installed", lambda: "3.9.0")
+    joined._place_known.cache_clear()
+    try:
+        for dim in (72, 80, 96):
+            plan = hopper_forward.__wrapped__(_shape(dim), SM90, OPEN)
+            assert all("V_PART" not in constants and "V_REST" in constants for constants in _constants(plan))
+            assert "where Triton 3.9.0 places values in shared memory was not tested" in str(plan)
+            assert plan.tile != (192, 128)
+    finally:
+        joined._place_known.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "dim", "causal", "tile", "us"),
+    [
+        (3, 4032, 16, 72, False, (192, 128), 422.1), (1, 3944, 16, 72, False, (192, 128), 163.4),
+        (7, 2488, 16, 72, False, (192, 128), 398.8), (1, 6376, 32, 96, True, (128, 128), 442.5),
+        (1, 584, 16, 80, False, (128, 128), 16.7),
+    ],
+)  # fmt: skip
+def test_the_best_measured_tiles_are_chosen(batch, tokens, heads, dim, causal, tile, us):
+    s = _shape(dim, tokens=tokens, causal=causal, batch=batch, heads=heads, kv_heads=heads)
+    plan = hopper_forward(s, SM90, OPEN)
+    assert plan.tile == tile
+    told = next(reason for reason in plan.reasons if reason.startswith("predicted times"))
+    predicted = float(told.split(f"{tile[0]} x {tile[1]} ")[1].split(" ")[0])
+    assert predicted == pytest.approx(us, rel=0.04)
+
+
+def test_a_softcap_keeps_tiles_that_do_not_spill():
+    """Of 192 x 128, 560 bytes (Triton 3.6)."""
+    s = _shape(72, tokens=4032, batch=3)
+    assert hopper_forward(s, SM90, OPEN).tile == (192, 128) != hopper_forward(s._replace(softcap=True), SM90, OPEN).tile
+
+
+@pytest.mark.parametrize("dim", [72, 80, 96])
+def test_block_lists_have_the_tiles_of_two_consumers(dim):
+    plan = hopper_forward(_shape(dim, lists=1, list_rows=1, block_q=128, block_k=128), SM90, OPEN)
+    assert (plan.tile, plan.stages) == ((128, 128), 3) and _constants(plan)[0]["V_COLS"] == dim
+
+
+def _planned(op, case):
+    """A case's call, and its plan on an H200."""
+    from tilesmith.ops.attn.hopper.launch_forward import dims
+    from tilesmith.ops.attn.plan.tables import hopper_forward as configured
+
+    args = ops()[op].bind((), case.build(torch.device("cpu"), torch.bfloat16, case.generator()))
+    config, fp32 = configured(dims(*args), SM90, torch.bfloat16), op == "attention_partial"
+
+    @attention_arguments
+    def planned(call):
+        return hopper_forward(shape_of(call)._replace(out_fp32=fp32), SM90, config)
+
+    return args, config, planned(*args)
+
+
+@pytest.mark.usefixtures("needs_triton")
+@pytest.mark.parametrize(("op", "many"), [("attention", 5), ("attention_partial", 2)])
+def test_cases_have_tiles_of_192_queries_and_128_keys(op, many):
+    wide = [case for case in cases(op) if "d72_wide_" in case.name]
+    assert len(wide) == many
+    seen = set()
+    for case in wide:
+        _, _, plan = _planned(op, case)
+        constants = _constants(plan)[0]
+        assert plan.tile[1:] == (128,) and plan.consumers == 3 and constants["V_COLS"] == 72, case.name
+        seen |= {("HALF", constants["HALF"]), ("WHOLE", constants["WHOLE"]), ("heads", constants.get("HEADS", 1) > 1)}
+    assert op == "attention_partial" or len(seen) == 6
+
+
+@pytest.mark.usefixtures("needs_triton")
+@pytest.mark.parametrize("which", ["tiles", "cases"])
+def test_values_lie_first_in_compiled_kernels(which):
+    """Every kind of tile, and calls of every kind. Compiled in a process of its own: here kernels are interpreted."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "joined_places", which]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    apart = {row["name"] for row in rows if not row["joined"]}
+    assert len(rows) >= 12 and apart <= {"d192_80_tiles", "d128_72_tiles"}
+    assert not [row for row in rows if row["joined"] and row["place"]]
