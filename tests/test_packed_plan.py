@@ -39,14 +39,14 @@ def test_every_form_covers_the_weight_and_fits_a_multiprocessor(weight, tokens):
         span = plan.room_of(dims["groups"], shape.parts)
         assert span * shape.parts >= dims["groups"] and span % 4 == 0
         assert 1 <= shape.strips <= shape.num_warps and room >= 1
-        on_one = plan.per_multiprocessor(shape.rows, span, shape.num_warps)
-        assert on_one * plan.smem_of(shape.rows, span, shape.num_warps) <= plan.WHOLE_SMEM
+        on_one = plan.per_multiprocessor(shape.rows, span, shape.num_warps, shape.wide)
+        assert on_one * plan.smem_of(shape.rows, span, shape.num_warps, shape.wide) <= plan.WHOLE_SMEM
         assert on_one * shape.num_warps * 32 * plan.REGISTERS <= 65_536
         row_blocks = -(-tokens // shape.rows)
         blocks = -(-dims["strips"] // (shape.strips * shape.each)) * row_blocks
         assert blocks <= max(room, row_blocks)  # all at once, unless rows alone are too many
         # the configuration stands for the form
-        config = LinearConfig(shape.num_warps, shape.rows, shape.parts)
+        config = LinearConfig(shape.num_warps, shape.rows, shape.parts, shape.wide)
         assert plan.shape_of(config, dims, _clusters) == shape
 
 
@@ -81,7 +81,7 @@ def test_the_chosen_form_takes_least_time_by_the_model():
     dims = _dims(4096, 14_336, 16)
     shape, seconds = plan.chosen(dims, ARCH, _clusters)
     assert seconds == min(plan.time_of(s, dims, ARCH, room) for s, room in plan.shapes(dims, _clusters))
-    assert shape.rows == 16 and shape.parts > 1
+    assert shape.rows == 16 and shape.parts > 1 and shape.num_warps == 16
     assert seconds > 4096 * 14_336 / 2 / ARCH.bandwidth  # it reads the codes
 
 
@@ -97,6 +97,9 @@ def test_what_does_not_fit_is_dequantised():
     assert plan.shape_of(LinearConfig(16, 32, 1), dims, _clusters) is None
     assert plan.shape_of(LinearConfig(16, 0, 4), dims, _clusters) is None
     assert plan.shape_of(LinearConfig(16, 8, 8), _dims(16, 128, 2), _clusters) is None  # fewer groups than parts
+    assert plan.shape_of(LinearConfig(16, 64, 8), dims, _clusters) is None  # packed_rows takes no more than 32
+    assert plan.shape_of(LinearConfig(16, 8, 8, True), dims, _clusters) is None  # and packed_wide no fewer than 16
+    assert plan.shape_of(LinearConfig(4, 64, 8, True), dims, _clusters) is None  # by whole warpgroups of 64 outputs
     assert plan.chosen(_dims(16, 64 * 32_000, 2), ARCH, _clusters)[0] is None
 
 
@@ -119,12 +122,12 @@ def _launched(tokens, rows=4096, columns=4096, offset=0):
 
 @pytest.mark.parametrize(
     "tokens, kernel",
-    [(1, "packed_row"), (2, "packed_rows"), (16, "packed_rows"), (65, "packed_rows"), (500, "packed_weight")],
+    [(1, "packed_row"), (2, "packed_rows"), (32, "packed_wide"), (65, "packed_wide"), (2000, "packed_weight")],
 )
 def test_each_number_of_rows_has_its_kernel(tokens, kernel):
     ((name, grid, cluster),) = _launched(tokens)
     assert name == f"{kernel}_kernel"
-    assert grid[0] % cluster == 0 and (cluster == 1 or kernel == "packed_rows")
+    assert grid[0] % cluster == 0 and (cluster == 1 or kernel in ("packed_rows", "packed_wide"))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -139,4 +142,4 @@ def test_no_rows_and_no_launch():
 def test_what_was_tuned_for_one_row_is_not_applied_to_more():
     codes, order = torch.empty(256 * 64 * 128, dtype=torch.int32), torch.empty(256, 64, dtype=torch.int16)
     shape = packed_linear._way(16, codes, order, LinearConfig(16, 1), arch_named("sm90"))
-    assert shape is not None and shape.rows in plan.BATCH_OF
+    assert shape is not None and shape.rows in (plan.WIDE_ROWS if shape.wide else plan.BATCH_OF)
