@@ -17,7 +17,7 @@ from torch import Tensor
 from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait, launch_dependents
 from tilesmith.engine import launch
 from tilesmith.ops.quant.hopper.packed import WIDTHS, magic
-from tilesmith.ops.quant.hopper.packed_plan import AHEAD, LINE, REGISTERS, TILE_ROOM, RowsShape, room_of, wide_ring
+from tilesmith.ops.quant.hopper.packed_plan import AHEAD, LINE, TILE_ROOM, RowsShape, per_multiprocessor, room_of, wide_ring
 from tilesmith.ops.quant.hopper.packed_row import (
     load_4,
     operand_of,
@@ -26,8 +26,9 @@ from tilesmith.ops.quant.hopper.packed_row import (
     warp_sync,
     words_before,
 )
-from tilesmith.ops.quant.hopper.packed_rows import _add_parts, _load_int, _room, _store_sums, _together, _wait
+from tilesmith.ops.quant.hopper.packed_rows import SEARCHED, _add_parts, _load_int, _room, _store_sums, _together, _wait
 
+_SEARCHED = gl.constexpr(SEARCHED)
 _AHEAD, _LINE, _TILE = gl.constexpr(AHEAD), gl.constexpr(LINE), gl.constexpr(TILE_ROOM)
 _RAW = gl.constexpr(64 * AHEAD)  # bytes of a warp's scales and zeros as they come
 _MADE = gl.constexpr(256 * AHEAD)  # and as they are used
@@ -66,16 +67,16 @@ def _load_half_of(at):
 
 
 @gluon.jit
-def _copy_16(to, source, bytes_there):
-    """Copy 16 bytes a thread to shared memory, and no more than `bytes_there`, a multiple of 16, of the address."""
+def _copy_16(to, source, place, end):
+    """Copy 16 bytes a thread to shared memory where place < end."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
-        setp.gt.s32 p, $3, 0;
+        setp.lt.s32 p, $3, $4;
         @p cp.async.cg.shared.global [$1], [$2], 16;
         mov.b32 $0, $1;
         }""",
-        "=r,r,l,r", [to, source, bytes_there], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,r,l,r,r", [to, source, place, end], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -138,46 +139,44 @@ def _wait_for_inputs(at):
 
 @gluon.jit
 def _find_tiles(found, order_ptr, first, span, num_groups, ends, lane):
-    """Write to shared memory, for each group from `first` to `first` + span and four more, where its tile begins in the
-    strip's codes, in units of 128 bytes, and its slot and 2^16 times its width; zeros where there is none. ends: of the
-    slots of up to 2, 3, 4 and 6 bits."""
+    """Write to shared memory, for each group from `first` to `first` + span and AHEAD more, where its tile begins in
+    the strip's codes, in bytes, and these bytes' number and 2^16 times its slot; zeros where there is none. ends: of
+    the slots of up to 2, 3, 4 and 6 bits."""
     none = lane * 0
     for begin in range(0, span + _AHEAD, 32):
         _store_pair(found + (begin + lane) * 8, none, none, begin + lane < span + _AHEAD)
     warp_sync(found)
-    for begin in range(0, num_groups, 32):
-        slot = begin + lane
-        group = gl.load(order_ptr + slot, mask=slot < num_groups, other=-1).to(gl.int32) - first
-        width = none + WIDTHS[4]
-        for k in gl.static_range(4):
-            width = gl.where(slot < ends[3 - k], WIDTHS[3 - k], width)
-        inside = (group >= 0) & (group < span)
-        _store_pair(found + group * 8, words_before(ends, slot) // 32, slot | (width << 16), inside)
+    for begin in range(0, num_groups, 32 * _SEARCHED):
+        groups = ()
+        for i in gl.static_range(_SEARCHED):
+            slot = begin + 32 * i + lane
+            groups += (gl.load(order_ptr + slot, mask=slot < num_groups, other=-1).to(gl.int32) - first,)
+        for i in gl.static_range(_SEARCHED):
+            slot = begin + 32 * i + lane
+            width = none + WIDTHS[4]
+            for k in gl.static_range(4):
+                width = gl.where(slot < ends[3 - k], WIDTHS[3 - k], width)
+            inside = (groups[i] >= 0) & (groups[i] < span)
+            _store_pair(found + groups[i] * 8, words_before(ends, slot) * 4, width * 128 | (slot << 16), inside)
     warp_sync(found)
 
 
 @gluon.jit
 def _copy_tile(to, codes_at, found, group, lane):
-    """Copy the codes of a group's tile. codes_at: of the lane's first 16 bytes of the strip."""
+    """Copy the codes of a group's tile. to, codes_at: of the lane's first 16 bytes, in the strip's codes."""
     begin, entry = _load_pair(found + group * 8)
-    there = (entry >> 16) * 128 - lane * 16
-    source = codes_at + begin * 128
-    _copy_16(to + lane * 16, source, there)
-    _copy_16(to + lane * 16 + 512, source + 512, there - 512)
+    there = entry & 0xFFFF
+    source = codes_at + begin
+    _copy_16(to, source, lane * 16, there)
+    _copy_16(to + 512, source + 512, lane * 16 + 512, there)
 
 
 @gluon.jit
 def _copy_constants(to, tables_at, found, first_group, lane):
-    """Copy scales and zeros of four tiles: each 32 bytes of scales, then 32 of zeros. tables_at: of the lane's 16 bytes
-    of slot 0."""
+    """Copy scales and zeros of AHEAD tiles: each 32 bytes of scales, then 32 of zeros. tables_at: of the lane's 16
+    bytes of slot 0."""
     entry = _load_int(found + (first_group + (lane >> 2 & 3)) * 8 + 4)
-    there = gl.where(lane < 16, entry >> 16, 0)
-    _copy_16(to + (lane & 15) * 16, tables_at + (entry & 0xFFFF) * 32, there)
-
-
-@gluon.constexpr_function
-def _ring(n, num_warps):
-    return wide_ring(n, num_warps)
+    _copy_16(to + (lane & 15) * 16, tables_at + (entry >> 16) * 32, lane >> 4 << 16, entry & 0xFFFF)
 
 
 @gluon.constexpr_function
@@ -231,19 +230,18 @@ def _fma(a, b, c, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _constants_of_row(at, width, dtype: gl.constexpr):
+def _constants_of_row(at, there, eight, dtype: gl.constexpr):
     """Four words, each twice a number of dtype. at: address of the row's scale; its zero is 32 bytes on."""
     ONE: gl.constexpr = magic(dtype)[0]
-    there = width > 0
     scale = gl.where(there, _load_half_of(at), 0.0)
     zero = gl.where(there, _load_half_of(at + 32), 0.0)
     whole = (zero + 12582912.0) - 12582912.0  # the nearest integer: 1.5 2^23
-    whole = gl.minimum(gl.maximum(whole, 0.0), gl.where(width == 8, 255.0, 127.0))
+    whole = gl.minimum(gl.maximum(whole, 0.0), gl.where(eight, 255.0, 127.0))
     scales = _twice(scale, dtype)
     rest = scales * 0
     if dtype == gl.bfloat16:
         rest = _twice(scale - (scales << 16).to(gl.float32, bitcast=True), dtype)
-    subtracted = _twice(whole + gl.where(width == 8, 0.0, ONE), dtype)
+    subtracted = _twice(whole + gl.where(eight, 0.0, ONE), dtype)
     return subtracted, scales, rest, _twice((whole - zero) * scale, dtype)
 
 
@@ -254,11 +252,11 @@ def _constants(to, raw, found, first_group, lane, dtype: gl.constexpr):
     its own rounding is less than that of weights. The integer is not less than 0 nor more than codes can be; a zero
     beyond them makes weights at least as large as c. bf16 has 3 bits less than a scale: those are multiplied too."""
     entry = _load_int(found + (first_group + (lane & 3)) * 8 + 4)
-    width = entry >> 16
+    there, eight = entry & 0xFFFF > 0, entry & 0xFFFF == 1024
     at = raw + (lane & 3) * 64 + (lane >> 2) * 2
     place = to + (lane & 3) * 256 + (lane >> 2) * 32
-    _store_4(place, _constants_of_row(at, width, dtype))
-    _store_4(place + 16, _constants_of_row(at + 16, width, dtype))
+    _store_4(place, _constants_of_row(at, there, eight, dtype))
+    _store_4(place + 16, _constants_of_row(at + 16, there, eight, dtype))
     warp_sync(to)
 
 
@@ -308,20 +306,33 @@ def _weights(at, constants, lane, WIDTH: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _weights_of(at, place, width, lane, dtype: gl.constexpr):
-    """`_weights` of a tile of any width; of one that is not there, zeros. place: of its constants."""
+def _has(size, WIDTH: gl.constexpr):
+    """Whether a tile has so many bits a code. The compiler does not see what is compared: of comparisons it would make
+    a jump by a table, whose loads a warp waits for."""
+    ASM: gl.constexpr = _comparing(WIDTH)
+    return gl.inline_asm_elementwise(ASM, "=r,r", [size], dtype=gl.int32, is_pure=True, pack=1) != 0
+
+
+@gluon.constexpr_function
+def _comparing(width):
+    return f"{{ .reg .pred p; setp.eq.s32 p, $1, {128 * width}; selp.b32 $0, 1, 0, p; }}"
+
+
+@gluon.jit
+def _weights_of(at, place, size, lane, dtype: gl.constexpr):
+    """`_weights` of a tile of any width; of one that is not there, zeros. place: of its constants; size: its bytes."""
     place += (lane >> 2) * 32
     constants = load_4(place), load_4(place + 16)
-    if width == 4:
+    if _has(size, 4):
         found = _weights(at, constants, lane, 4, dtype)
     else:
-        if width == 3:
+        if _has(size, 3):
             found = _weights(at, constants, lane, 3, dtype)
         else:
-            if width == 6:
+            if _has(size, 6):
                 found = _weights(at, constants, lane, 6, dtype)
             else:
-                if width == 8:
+                if _has(size, 8):
                     found = _weights(at, constants, lane, 8, dtype)
                 else:
                     found = _weights(at, constants, lane, 2, dtype)
@@ -376,17 +387,16 @@ def _strip_sums(
     ring, tiles, raw, made, found, x_source, x_row, first_token, num_tokens, codes_at, tables_at, span, warp, lane,
     N: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """The product of N rows and each warp's tiles of `span` groups. ring, tiles, raw, made: addresses of two times four
+    """The product of N rows and each warp's tiles of `span` groups, of which the first AHEAD of x are on their way. ring, tiles, raw, made: addresses of two times four
     groups of x, of a warp's four tiles, of two times four tiles' scales and zeros, and of what is made from these."""
     STAGE: gl.constexpr = _AHEAD * 128 * N
     none = gl.full_like(lane, 0).to(gl.float32)
     sums = ()
     for j in gl.static_range(N // 2):
         sums += (none,)
-    _copy_inputs(ring, x_source, x_row, first_token, num_tokens, span, warp, lane, N)
     _copy_constants(raw, tables_at, found, 0, lane)
     for i in gl.static_range(_AHEAD):
-        _copy_tile(tiles + i * _TILE, codes_at, found, i, lane)
+        _copy_tile(tiles + i * _TILE + lane * 16, codes_at, found, i, lane)
         _commit(tiles)
     for begin in range(0, span, _AHEAD):
         odd = begin // _AHEAD & 1
@@ -403,10 +413,10 @@ def _strip_sums(
         for group in range(begin, gl.minimum(following, span)):
             which = group - begin
             _wait_for_tile(tiles)
-            width = _load_int(found + group * 8 + 4) >> 16
-            weights = _weights_of(tiles + which * _TILE, made + which * 256, width, lane, dtype)
+            size = _load_int(found + group * 8 + 4) & 0xFFFF
+            weights = _weights_of(tiles + which * _TILE, made + which * 256, size, lane, dtype)
             warp_sync(tiles)  # all threads have read it
-            _copy_tile(tiles + which * _TILE, codes_at, found, group + _AHEAD, lane)
+            _copy_tile(tiles + which * _TILE + lane * 16, codes_at, found, group + _AHEAD, lane)
             _commit(tiles)
             sums = _add_products(sums, weights, here + which * (128 * N), N, dtype)
     return sums
@@ -416,20 +426,18 @@ def _strip_sums(
 def packed_wide_kernel(
     x_ptr, codes_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, y_ptr,
     num_tokens, num_rows, num_groups, num_strips, x_row, strips, each, span,
-    N: gl.constexpr, SPAN: gl.constexpr, PARTS: gl.constexpr,
+    N: gl.constexpr, SPAN: gl.constexpr, PARTS: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
     """y of N rows of x and of `each` times `strips` strips, one at a time for each warp, of which there are as many or
     more. A cluster has PARTS CTAs, each of which takes `span` groups of inputs, at most SPAN. x_row: distance of x's
-    rows in units of 16 bytes."""
+    rows in units of 16 bytes. ROOM: bytes of shared memory for x and tiles under way, and afterwards for sums."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     W: gl.constexpr = gl.num_warps()
     RING: gl.constexpr = 2 * _AHEAD * 128 * N
     TILES: gl.constexpr = _AHEAD * _TILE
-    SUMS: gl.constexpr = N * _LINE
-    FIRST: gl.constexpr = _ring(N, W)  # sums take the place of x and the tiles
     OTHER: gl.constexpr = 2 * _RAW + _MADE + (SPAN + _AHEAD) * 8  # of a warp
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    base = (_room(1024 + FIRST + W * OTHER) + 1023) & -1024
+    base = (_room(1024 + ROOM + W * OTHER) + 1023) & -1024
     warp = warp_number()
     lane = gl.arange(0, 32 * W, LANES) & 31
     part = gl.program_id(0) % PARTS
@@ -441,7 +449,7 @@ def packed_wide_kernel(
     launch_dependents()
     grid_dependency_wait()
     _wait(base)  # the zeros that Gluon stored
-    raw = base + FIRST + warp * OTHER
+    raw = base + ROOM + warp * OTHER
     made = raw + 2 * _RAW
     found = made + _MADE
     x_source = x_ptr.to(gl.int64) + first * 128 + lane * 4
@@ -450,6 +458,7 @@ def packed_wide_kernel(
         strip = first_strip + warp
         groups = gl.where((warp < strips) & (strip < num_strips), num_groups, 0)
         strip = gl.minimum(strip, num_strips - 1)
+        _copy_inputs(base, x_source, x_row, first_token, num_tokens, span, warp, lane, N)
         table = strips_ptr + strip * 5
         slots = strip.to(gl.int64) * num_groups
         ends = gl.load(table + 1), gl.load(table + 2), gl.load(table + 3), gl.load(table + 4)
@@ -462,7 +471,7 @@ def packed_wide_kernel(
             codes_at, tables_at, span, warp, lane, N, dtype,
         )  # fmt: skip
         _wait(base)  # no warp reads x or its tiles, nor is a copy under way
-        _store_sums(base + warp * SUMS, sums, lane, N)
+        _store_sums(base + warp * (N * _LINE), sums, lane, N)
         _together(base, PARTS)
         thread = warp_number() * 32 + lane
         _add_parts(y_ptr, base, part, first_strip, strips, first_token, num_tokens, num_rows, thread, N, PARTS)
@@ -474,9 +483,11 @@ def wide_product(x: Tensor, x_row: int, packed: tuple[Tensor, ...], y: Tensor, s
     strips, contiguous. y: [..., N], contiguous."""
     (tokens, outputs), (strips, groups) = (x.shape[0], y.shape[-1]), packed[3].shape
     blocks = -(-strips // (shape.strips * shape.each)) * -(-tokens // shape.rows)
+    span = room_of(groups, shape.parts)
+    on_one = max(1, per_multiprocessor(shape.rows, span, shape.num_warps, True))
     launch(
         packed_wide_kernel, (blocks * shape.parts,), x, *packed, y,
         tokens, outputs, groups, strips, x_row, shape.strips, shape.each, -(-groups // shape.parts),
-        N=shape.rows, SPAN=room_of(groups, shape.parts), PARTS=shape.parts,
-        num_warps=shape.num_warps, maxnreg=REGISTERS, launch_pdl=True, cluster=shape.parts,
+        N=shape.rows, SPAN=span, PARTS=shape.parts, ROOM=wide_ring(shape.rows, shape.num_warps),
+        num_warps=shape.num_warps, maxnreg=min(255, 2048 // (shape.num_warps * on_one)), launch_pdl=True, cluster=shape.parts,
     )  # fmt: skip
