@@ -17,36 +17,32 @@ from torch import Tensor
 from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait, launch_dependents
 from tilesmith.engine import launch
 from tilesmith.ops.quant.hopper.packed import WIDTHS, magic
-from tilesmith.ops.quant.hopper.packed_plan import AHEAD, LINE, TILE_ROOM, RowsShape, per_multiprocessor, room_of, wide_ring
-from tilesmith.ops.quant.hopper.packed_row import (
+from tilesmith.ops.quant.hopper.packed_plan import (
+    AHEAD,
+    LINE,
+    TILE_ROOM,
+    RowsShape,
+    per_multiprocessor,
+    room_of,
+    wide_ring,
+)
+from tilesmith.ops.quant.hopper.packed_ptx import (
     load_4,
-    operand_of,
-    planes_of,
+    load_int,
+    load_pair,
+    room_of_cta,
+    store_pair,
+    wait_for_copies,
     warp_number,
     warp_sync,
-    words_before,
 )
-from tilesmith.ops.quant.hopper.packed_rows import SEARCHED, _add_parts, _load_int, _room, _store_sums, _together, _wait
+from tilesmith.ops.quant.hopper.packed_row import operand_of, planes_of, words_before
+from tilesmith.ops.quant.hopper.packed_rows import SEARCHED, add_parts, store_sums, together
 
 _SEARCHED = gl.constexpr(SEARCHED)
 _AHEAD, _LINE, _TILE = gl.constexpr(AHEAD), gl.constexpr(LINE), gl.constexpr(TILE_ROOM)
 _RAW = gl.constexpr(64 * AHEAD)  # bytes of a warp's scales and zeros as they come
 _MADE = gl.constexpr(256 * AHEAD)  # and as they are used
-
-
-@gluon.jit
-def _load_pair(at):
-    return gl.inline_asm_elementwise(
-        "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [at], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _store_pair(at, a, b, where):
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, $1; }",
-        "=r,r,r,r,r", [at, a, b, where.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -144,7 +140,7 @@ def _find_tiles(found, order_ptr, first, span, num_groups, ends, lane):
     the slots of up to 2, 3, 4 and 6 bits."""
     none = lane * 0
     for begin in range(0, span + _AHEAD, 32):
-        _store_pair(found + (begin + lane) * 8, none, none, begin + lane < span + _AHEAD)
+        store_pair(found + (begin + lane) * 8, none, none, begin + lane < span + _AHEAD)
     warp_sync(found)
     for begin in range(0, num_groups, 32 * _SEARCHED):
         groups = ()
@@ -157,14 +153,14 @@ def _find_tiles(found, order_ptr, first, span, num_groups, ends, lane):
             for k in gl.static_range(4):
                 width = gl.where(slot < ends[3 - k], WIDTHS[3 - k], width)
             inside = (groups[i] >= 0) & (groups[i] < span)
-            _store_pair(found + groups[i] * 8, words_before(ends, slot) * 4, width * 128 | (slot << 16), inside)
+            store_pair(found + groups[i] * 8, words_before(ends, slot) * 4, width * 128 | (slot << 16), inside)
     warp_sync(found)
 
 
 @gluon.jit
 def _copy_tile(to, codes_at, found, group, lane):
     """Copy the codes of a group's tile. to, codes_at: of the lane's first 16 bytes, in the strip's codes."""
-    begin, entry = _load_pair(found + group * 8)
+    begin, entry = load_pair(found + group * 8)
     there = entry & 0xFFFF
     source = codes_at + begin
     _copy_16(to, source, lane * 16, there)
@@ -175,7 +171,7 @@ def _copy_tile(to, codes_at, found, group, lane):
 def _copy_constants(to, tables_at, found, first_group, lane):
     """Copy scales and zeros of AHEAD tiles: each 32 bytes of scales, then 32 of zeros. tables_at: of the lane's 16
     bytes of slot 0."""
-    entry = _load_int(found + (first_group + (lane >> 2 & 3)) * 8 + 4)
+    entry = load_int(found + (first_group + (lane >> 2 & 3)) * 8 + 4)
     _copy_16(to + (lane & 15) * 16, tables_at + (entry >> 16) * 32, lane >> 4 << 16, entry & 0xFFFF)
 
 
@@ -251,7 +247,7 @@ def _constants(to, raw, found, first_group, lane, dtype: gl.constexpr):
     zero split into an integer and a rest of at most 1/2, d = code - integer is exact and c = -rest scale small, so that
     its own rounding is less than that of weights. The integer is not less than 0 nor more than codes can be; a zero
     beyond them makes weights at least as large as c. bf16 has 3 bits less than a scale: those are multiplied too."""
-    entry = _load_int(found + (first_group + (lane & 3)) * 8 + 4)
+    entry = load_int(found + (first_group + (lane & 3)) * 8 + 4)
     there, eight = entry & 0xFFFF > 0, entry & 0xFFFF == 1024
     at = raw + (lane & 3) * 64 + (lane >> 2) * 2
     place = to + (lane & 3) * 256 + (lane >> 2) * 32
@@ -267,13 +263,13 @@ def _tile_of(at, lane, WIDTH: gl.constexpr):
     if WIDTH >= 4:
         tile = (load_4(at + lane * 16),)
     else:
-        tile = (_load_pair(at + lane * 8),)
+        tile = (load_pair(at + lane * 8),)
     if WIDTH == 8:
         tile += (load_4(at + HIGH + lane * 16),)
     if WIDTH == 6:
-        tile += (_load_pair(at + HIGH + lane * 8),)
+        tile += (load_pair(at + HIGH + lane * 8),)
     if WIDTH == 3:  # two threads have the same words
-        tile += (_load_pair(at + HIGH + (lane & 28) * 4 + (lane & 1) * 8),)
+        tile += (load_pair(at + HIGH + (lane & 28) * 4 + (lane & 1) * 8),)
     return tile
 
 
@@ -387,8 +383,9 @@ def _strip_sums(
     ring, tiles, raw, made, found, x_source, x_row, first_token, num_tokens, codes_at, tables_at, span, warp, lane,
     N: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """The product of N rows and each warp's tiles of `span` groups, of which the first AHEAD of x are on their way. ring, tiles, raw, made: addresses of two times four
-    groups of x, of a warp's four tiles, of two times four tiles' scales and zeros, and of what is made from these."""
+    """The product of N rows and each warp's tiles of `span` groups, of which the first AHEAD of x are on their way.
+    ring, tiles, raw, made: addresses of two times AHEAD groups of x, of a warp's AHEAD tiles, of two times AHEAD tiles'
+    scales and zeros, and of what is made from these."""
     STAGE: gl.constexpr = _AHEAD * 128 * N
     none = gl.full_like(lane, 0).to(gl.float32)
     sums = ()
@@ -413,7 +410,7 @@ def _strip_sums(
         for group in range(begin, gl.minimum(following, span)):
             which = group - begin
             _wait_for_tile(tiles)
-            size = _load_int(found + group * 8 + 4) & 0xFFFF
+            size = load_int(found + group * 8 + 4) & 0xFFFF
             weights = _weights_of(tiles + which * _TILE, made + which * 256, size, lane, dtype)
             warp_sync(tiles)  # all threads have read it
             _copy_tile(tiles + which * _TILE + lane * 16, codes_at, found, group + _AHEAD, lane)
@@ -437,7 +434,7 @@ def packed_wide_kernel(
     TILES: gl.constexpr = _AHEAD * _TILE
     OTHER: gl.constexpr = 2 * _RAW + _MADE + (SPAN + _AHEAD) * 8  # of a warp
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    base = (_room(1024 + ROOM + W * OTHER) + 1023) & -1024
+    base = (room_of_cta(1024 + ROOM + W * OTHER) + 1023) & -1024
     warp = warp_number()
     lane = gl.arange(0, 32 * W, LANES) & 31
     part = gl.program_id(0) % PARTS
@@ -448,7 +445,7 @@ def packed_wide_kernel(
     span = gl.maximum(gl.minimum(span, num_groups - first), 0)
     launch_dependents()
     grid_dependency_wait()
-    _wait(base)  # the zeros that Gluon stored
+    wait_for_copies(base)  # the zeros that Gluon stored
     raw = base + ROOM + warp * OTHER
     made = raw + 2 * _RAW
     found = made + _MADE
@@ -470,12 +467,12 @@ def packed_wide_kernel(
             base, base + RING + warp * TILES, raw, made, found, x_source, x_row, first_token, num_tokens,
             codes_at, tables_at, span, warp, lane, N, dtype,
         )  # fmt: skip
-        _wait(base)  # no warp reads x or its tiles, nor is a copy under way
-        _store_sums(base + warp * (N * _LINE), sums, lane, N)
-        _together(base, PARTS)
+        wait_for_copies(base)  # no warp reads x or its tiles, nor is a copy under way
+        store_sums(base + warp * (N * _LINE), sums, lane, N)
+        together(base, PARTS)
         thread = warp_number() * 32 + lane
-        _add_parts(y_ptr, base, part, first_strip, strips, first_token, num_tokens, num_rows, thread, N, PARTS)
-        _together(base, PARTS)
+        add_parts(y_ptr, base, part, first_strip, strips, first_token, num_tokens, num_rows, thread, N, PARTS)
+        together(base, PARTS)
 
 
 def wide_product(x: Tensor, x_row: int, packed: tuple[Tensor, ...], y: Tensor, shape: RowsShape) -> None:
@@ -489,5 +486,6 @@ def wide_product(x: Tensor, x_row: int, packed: tuple[Tensor, ...], y: Tensor, s
         packed_wide_kernel, (blocks * shape.parts,), x, *packed, y,
         tokens, outputs, groups, strips, x_row, shape.strips, shape.each, -(-groups // shape.parts),
         N=shape.rows, SPAN=span, PARTS=shape.parts, ROOM=wide_ring(shape.rows, shape.num_warps),
-        num_warps=shape.num_warps, maxnreg=min(255, 2048 // (shape.num_warps * on_one)), launch_pdl=True, cluster=shape.parts,
+        num_warps=shape.num_warps, maxnreg=min(255, 2048 // (shape.num_warps * on_one)), launch_pdl=True,
+        cluster=shape.parts,
     )  # fmt: skip
