@@ -1,10 +1,10 @@
-"""Products with packed weights of mixed widths on Hopper: of one row by packed_row, of a few by packed_rows, of many
-with the dequantised weight.
+"""Products with packed weights of mixed widths on Hopper: of one row by packed_row, of a few by packed_rows, of tens by
+packed_wide, of many with the dequantised weight.
 
 A warp takes a tile at a time: 16 outputs by 64 inputs are four products of 16 x 8 x 16. Its codes are operands as they
 are unpacked: a field is the mantissa of a 16-bit number, a shift and one logic operation for two of them. So a product
 is of x and the codes plus a constant, which is subtracted, with the zeros, times the sum of x, itself a product with
-ones. Scales are multiplied in fp32, once for 64 inputs.
+ones. Scales are multiplied in fp32, once for 64 inputs. packed_wide makes weights of the codes, and no constant stays.
 """
 
 from functools import lru_cache, partial
