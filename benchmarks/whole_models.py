@@ -1,9 +1,9 @@
 """Fusion of blocks and the hardware layer on one GPU: values first, then launches, times, predicted and measured peaks.
 
-    python benchmarks/whole_models.py results.json [--short] [--part NAME ...]
+    python benchmarks/whole_models.py results.json [--short] [--part NAME ...] [--only "mlp 4096" ...]
 
-Exits with 1, and measures nothing, where a fused block's values are wrong. --short: one block, three models. Parts that
-are not measured keep their rows in the file.
+Exits with 1, and measures nothing, where a fused block's values are wrong. --short: one block, three models. --only:
+these blocks and models. The file is written after each row; rows that are not measured again stay in it.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,10 @@ def wall(variants: dict[str, Callable[[], None]], rounds: int = 7, calls: int = 
     return {name: {"ms": t.median_us / 1e3, "spread": t.spread} for name, t in found.items()}
 
 
-def blocks(short: bool) -> list[dict[str, Any]]:
+def blocks(names: list[str]) -> Iterator[dict[str, Any]]:
     """Launches, device time, wall time and peak of each block: eager, compiled, fused."""
-    rows = []
-    for name, (make, tokens, batch) in list(BLOCKS.items())[: 1 if short else None]:
+    for name in names:
+        make, tokens, batch = BLOCKS[name]
         torch.manual_seed(0)
         torch._dynamo.reset()
         block, inputs = make(tokens, batch)
@@ -144,9 +144,7 @@ def blocks(short: bool) -> list[dict[str, Any]]:
             timings = measure(variants, DEVICE, rounds=7)
             row["device"] = {k: {"ms": t.median_us / 1e3, "spread": t.spread} for k, t in timings.items()}
             row["wall"] = wall(variants)
-            rows.append(row)
-            say(json.dumps(row))
-    return rows
+            yield row
 
 
 def transformers_model(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
@@ -195,10 +193,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
 }  # fmt: skip
 
 
-def predictions(short: bool) -> list[dict[str, Any]]:
+def predictions(names: list[str]) -> Iterator[dict[str, Any]]:
     """The predicted peak of a training step with AdamW beside what the allocator saw."""
-    rows = []
-    for name, (make, tokens, batch) in list(MODELS.items())[: 3 if short else None]:
+    for name in names:
+        make, tokens, batch = MODELS[name]
         torch.cuda.empty_cache()
         model = make().train()
         hal = HardwareAbstractionLayer([DEVICE])
@@ -216,21 +214,16 @@ def predictions(short: bool) -> list[dict[str, Any]]:
             optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         measured = torch.cuda.max_memory_allocated()
-        row = {
+        yield {
             "model": name, "predicted": estimate.total, "measured": measured, "seconds": round(seconds, 2),
             "error": estimate.total / measured - 1.0, "probes": estimate.probes, "estimate": str(estimate),
         }  # fmt: skip
-        rows.append(row)
-        say(json.dumps(row))
         del model, optimizer, args, kwargs
-    return rows
 
 
-def batches(short: bool) -> list[dict[str, Any]]:
+def batches(names: list[str]) -> Iterator[dict[str, Any]]:
     """The chosen batch beside all powers of two up to what fits."""
-    rows = []
-    names = ["llama 0.2B optimised 8x1024", "bert-large 32x512", "mlp 4096"]
-    for name in names[: 1 if short else None]:
+    for name in names:
         make, tokens, _ = MODELS[name]
         torch.cuda.empty_cache()
         model = make().train()
@@ -264,14 +257,20 @@ def batches(short: bool) -> list[dict[str, Any]]:
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 break
-        row |= {"sweep": sweep, "share_of_best": row["chosen_rate"] / max(sweep.values())}
-        rows.append(row)
-        say(json.dumps(row))
+        yield row | {"sweep": sweep, "share_of_best": row["chosen_rate"] / max(sweep.values())}
         del model, optimizer
-    return rows
 
 
-PARTS = {"predictions": predictions, "blocks": blocks, "batches": batches}
+SIZED = ("llama 0.2B optimised 8x1024", "bert-large 32x512", "mlp 4096")  # models of `batches`
+# name -> (function, what it can measure, how many of those with --short)
+PARTS: dict[str, tuple[Callable[[list[str]], Iterator[dict[str, Any]]], Iterable[str], int]] = {
+    "predictions": (predictions, MODELS, 3), "blocks": (blocks, BLOCKS, 1), "batches": (batches, SIZED, 1),
+}  # fmt: skip
+
+
+def what(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is of."""
+    return row.get("model"), row.get("block"), row.get("backward")
 
 
 def main() -> int:
@@ -280,15 +279,20 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--part", action="append", choices=PARTS, help="all where none is named")
+    parser.add_argument("--only", action="append", choices=[*MODELS, *BLOCKS], help="a model or block")
     given = parser.parse_args()
     wrong = values()
     if wrong:
         say("\n".join(wrong))
         return 1
     document = load(given.out) | provenance()
-    for name in given.part or PARTS:
-        document[name] = PARTS[name](given.short)
-        save(given.out, document)
+    for part in given.part or PARTS:
+        measured, names, few = PARTS[part]
+        names = [name for name in names if not given.only or name in given.only][: few if given.short else None]
+        for row in measured(names):
+            say(json.dumps(row))
+            document[part] = [old for old in document.get(part, []) if what(old) != what(row)] + [row]
+            save(given.out, document)
     if "predictions" in document:
         errors = sorted(abs(row["error"]) for row in document["predictions"])
         say(f"peak: median error {statistics.median(errors):.1%}, largest {errors[-1]:.1%}")

@@ -92,7 +92,7 @@ def _navigation(pages: set[str]) -> list:
         "seeds.md", "context-parallel-model.md", "tuning.md"
     )
     inside = [
-        *take("architecture.md", "contributing.md", "glossary.md"),
+        *take("architecture.md", "contributing.md", "names.md"),
         {"Decisions": below("adr")},
         {"Portable kernels": below("kernels", ("kernels/README.md",))},
         {"What was tried": below("log")},

@@ -49,6 +49,15 @@ def test_cases_that_a_run_leaves_out_stay_with_the_run_that_made_them(tmp_path):
     assert document.load(document.save(_document(), tmp_path)) == _document()
 
 
+def test_figures_of_providers_that_a_run_left_out_are_counted():
+    head = _document()["rows"][0]
+    old = [{**head, "case": case, "provider": name} for case in "ab" for name in ("tilesmith", "pytorch", "flex")]
+    old.append({**head, "case": "a", "provider": "flash2", "error": "is not installed"})
+    new = [{**head, "case": "a"}, {**head, "case": "a", "provider": "flex", "error": "fails"}, {**head, "case": "c"}]
+    assert document.dropped({"rows": old}, {"rows": new}) == {"pytorch": 1}
+    assert document.dropped({"rows": old}, {"rows": old}) == document.dropped({"rows": []}, {"rows": new}) == {}
+
+
 def test_a_run_that_is_not_done_drops_no_rows_of_other_cases(tmp_path):
     """While a model is timed, it is saved with the number of rounds so far."""
     other = [{**_document()["rows"][0], "case": "b"}]

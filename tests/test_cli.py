@@ -329,6 +329,18 @@ def test_bench_takes_names_that_one_of_several_ops_has(monkeypatch):
     }
 
 
+def test_a_zoo_of_several_ops_takes_peers_that_one_of_them_has(monkeypatch):
+    measured = set()
+    monkeypatch.setattr("tilesmith.bench.zoo.ceilings", lambda device: Ceilings(1e9, 1e10))
+    monkeypatch.setattr("tilesmith.bench.zoo.case_rows", lambda op, case, *a: measured.add((op.name, a[2])) or [])
+    options = ("--zoo", "3", "--count", "2", "--device", "cpu", "--against", "quack")
+    code, told = run("bench", OP, "rms_norm", *options)
+    assert code == 0 and f"{OP} has no provider quack" in told and "rms_norm has no provider" not in told
+    assert measured == {(OP, ("tilesmith",)), ("rms_norm", ("quack",))}
+    code, told = run("bench", OP, "geglu", *options)
+    assert code == 2 and f"{OP}, geglu have no provider 'quack'" in told
+
+
 def test_tune_finds_out_first_whether_its_rows_can_be_kept(monkeypatch):
     from tilesmith.cli import tune
 
@@ -458,6 +470,8 @@ def test_bench_prints_and_saves(tmp_path, monkeypatch):
     assert {row["case"] for row in json.loads(path.read_text())["rows"]} == {first}
     assert run("bench", OP, *options, second)[0] == 0
     assert {row["case"] for row in json.loads(path.read_text())["rows"]} == {first, second}
+    code, output = run("bench", OP, *("tilesmith:reference" if x == "pytorch" else x for x in options), second)
+    assert code == 0 and "did not measure on the same cases: pytorch 2;" in " ".join(output.split())
     readme = tmp_path / "README.md"
     readme.write_text(f"<!-- bench:cpu/{OP} -->\n<!-- /bench -->\n")
     assert run("bench", "--readme", readme, "--out", tmp_path)[0] == 0

@@ -169,6 +169,10 @@ def _zoo(name: str, which: str) -> tuple[float, float]:
     return summary["geometric_mean"], summary["minimum"]
 
 
+def _both(name: str) -> tuple[float, ...]:
+    return *_zoo(name, "forward"), *_zoo(name, "backward")
+
+
 def _beside_products() -> tuple[float, float]:
     summary = _at("sm90/linear_cross_entropy-zoo", "summary", "forward+backward")
     return summary["geometric_mean"], summary["maximum"]
@@ -219,6 +223,9 @@ SAID = [
     ),
     Said(BENCH, "forward {:.2f} in the geometric mean and {:.2f} at least", lambda: _zoo("attention-zoo", "forward")),
     Said(BENCH, "backward {:.2f} and {:.2f}.", lambda: _zoo("attention-zoo", "backward")),
+    Said(BENCH, "RMS norm forward {:.2f} and {:.2f}, backward {:.2f} and {:.2f}", lambda: _both("rms_norm-zoo")),
+    Said(BENCH, "layer norm {:.2f} and {:.2f}, {:.2f} and {:.2f}", lambda: _both("layer_norm-zoo")),
+    Said(BENCH, "softmax {:.2f} and {:.2f}, {:.2f} and {:.2f}", lambda: _both("softmax-zoo")),
     Said(
         "README.md",
         "gpt-oss {:.1f} times as fast as the better of plain PyTorch and torch.compile, Qwen3-30B-A3B {:.1f}, "

@@ -63,10 +63,10 @@ def test_blocks_without_pairs(needs_triton):
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
-def test_blocks_by_programs_that_go_from_tile_to_tile(needs_triton, wanted):
-    """More tiles than programs, whose last ones are not full."""
+def test_blocks_in_bands(needs_triton, wanted):
+    """More rows of tiles than a band has, whose last ones are not full."""
     x = _odd(600, 300, torch.bfloat16)
-    with use(fp8_cast_blocks="triton:num_warps=8:max_registers=0:bands=4:stages=3"):
+    with use(fp8_cast_blocks="triton:num_warps=8:max_registers=0:bands=4"):
         found = ops.fp8_cast_blocks(x, "e4m3", *wanted)
     _assert_same_bits(found, reference.fp8_cast_blocks(x, "e4m3", *wanted))
 
@@ -114,11 +114,10 @@ def test_a_stack_is_cast_as_one(needs_triton, format, finite, heights):
     _assert_same_bits(found, reference.fp8_cast(whole, bound, bound.clone(), format, True, True))
 
 
-@pytest.mark.parametrize("last_first", [0, 1])
 @pytest.mark.parametrize("bands", [1, 4])
-def test_a_stack_is_cast_in_any_order(needs_triton, last_first, bands):
+def test_a_stack_is_cast_in_any_order(needs_triton, bands):
     whole = _finite(_odd(272, 133, torch.bfloat16))
-    pin = f"triton:block_rows=32:block_cols=64:num_warps=4:bands={bands}:last_first={last_first}"
+    pin = f"triton:block_rows=32:block_cols=64:num_warps=4:bands={bands}"
     with use(fp8_cast_stack=pin):
         found = ops.fp8_cast_stack(*whole.split((144, 80, 48)))
     bound = reference.fp8_amax(whole)
@@ -159,6 +158,19 @@ def test_the_largest_of_several_tensors(needs_triton, at, dtype, sizes):
             assert ops.fp8_amax(*parts).item() == torch.inf
             parts[at][0] = torch.nan
             assert ops.fp8_amax(*parts).isnan().all()
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, OTHER])
+@pytest.mark.parametrize("at", [0, 8191, 8192, 20_735])
+def test_each_expert_has_the_factor_of_its_largest(needs_triton, at, dtype, offset):
+    """In any of a matrix's blocks and either half of a word; an odd offset is between two words."""
+    weight = torch.randn(3 * 144 * 144 + offset, device=DEVICE).to(dtype)[offset:].view(3, 144, 144)
+    weight.view(3, -1)[:, at] = torch.tensor([-100, 7, torch.inf]).to(weight)
+    with use(fp8_cast_experts="triton"):
+        _assert_same_bits(ops.fp8_cast_experts(weight), reference.fp8_cast_experts(weight))
+        weight[0].view(-1)[at] = torch.nan
+        _assert_same_bits(ops.fp8_cast_experts(weight), reference.fp8_cast_experts(weight))
 
 
 def test_the_largest_of_two_on_the_reference():

@@ -2,11 +2,13 @@
 
 import random
 import re
+from functools import partial
 
 import pytest
 import torch
 
 import tilesmith
+from kernels_of_calls import KernelsOfCalls
 from tilesmith import ops
 from tilesmith.engine import cases
 from tilesmith.engine import ops as declared
@@ -45,29 +47,24 @@ def _calls(count):
         yield (q, k, v), given, kind
 
 
-def _shown(run, *args, **given) -> set[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run(*args, **given)
-        torch.cuda.synchronize()
-    return {event.name for event in profile.events() if KNOWN.match(event.name)}
-
-
 def _named(choice) -> set[str]:
     return {word for word in re.findall(r"^\s+\d+\. (\w+_kernel) ", str(choice), re.MULTILINE) if KNOWN.match(word)}
 
 
 def test_explain_names_the_kernels_that_a_profiler_shows():
-    for number, (tensors, given, kind) in enumerate(_calls(220)):
-        forward = tilesmith.explain("attention", *tensors, **given)
-        assert _shown(ops.attention, *tensors, **given) == _named(forward), (number, kind, str(forward))
-        if kind == "decode":
-            continue
-        tensors = [x.requires_grad_() for x in tensors]
-        backward = tilesmith.explain("attention", *tensors, gradient=True, **given)
-        out, _ = ops.attention(*tensors, **given)
-        dout = torch.randn_like(out)
-        shown = _shown(torch.autograd.grad, out, tensors, dout)
-        assert shown == _named(backward), (number, kind, str(backward))
+    told = []
+    with KernelsOfCalls() as shown:
+        for number, (tensors, given, kind) in enumerate(_calls(220)):
+            told.append((number, kind, tilesmith.explain("attention", *tensors, **given)))
+            shown.call(partial(ops.attention, **given), *tensors)
+            if kind == "decode":
+                continue
+            tensors = [x.requires_grad_() for x in tensors]
+            told.append((number, kind, tilesmith.explain("attention", *tensors, gradient=True, **given)))
+            out, _ = ops.attention(*tensors, **given)
+            shown.call(torch.autograd.grad, out, tensors, torch.randn_like(out))
+    for (number, kind, choice), names in zip(told, shown.names, strict=True):
+        assert {name for name in names if KNOWN.match(name)} == _named(choice), (number, kind, str(choice))
 
 
 GROUPED = (
@@ -96,30 +93,35 @@ NARROW_BLOCKS = [
 ]
 
 
-def _check(name, dtype, forward, backward):
-    """A case by two pinned kernels."""
+def _check(name, dtype, *pins):
+    """A case by pinned kernels, (forward, backward) of each."""
     op, case = declared()["attention"], next(case for case in cases("attention") if case.name == name)
-    pins = {"attention": forward, "attention_vjp": backward}
-    result = next(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pins))
-    assert result.passed and not result.message, result.message
+    pinned = [{"attention": forward, "attention_vjp": backward} for forward, backward in pins]
+    results = list(check_each(op, ("hopper",), case, "cuda", dtype, pinned=pinned))
+    wrong = [f"{pin}: {r.message}" for pin, r in zip(pins, results, strict=True) if not r.passed or r.message]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(("name", "config"), [*_grouped(), *NARROW_BLOCKS])
 def test_groups_whose_parts_have_tiles_of_their_own(name, config):
-    _check(name, torch.bfloat16, "hopper", f"hopper:{config}")
+    _check(name, torch.bfloat16, ("hopper", f"hopper:{config}"))
+
+
+def _check_heads(name, dtype, heads):
+    """By tiles of the queries of so many heads, for each of `heads`. All have one oracle and one backward, which tests
+    of their own, on as many processes, would compute and compile again."""
+    _check(name, dtype, *((f"hopper:heads={n}", "hopper") for n in heads))
 
 
 def _packs():
-    """Windows of groups, and each number of heads whose queries a tile may hold."""
-    for name, (sizes, _) in WINDOW_PACKED.items():
-        group = sizes[1] // sizes[2]
-        yield from ((name, heads) for heads in tile_heads(group)[1:])
+    """Windows of groups, and the numbers of heads whose queries a tile may hold."""
+    return [(name, tile_heads(sizes[1] // sizes[2])[1:]) for name, (sizes, _) in WINDOW_PACKED.items()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("name", "heads"), _packs())
+@pytest.mark.parametrize(("name", "heads"), _packs(), ids=list(WINDOW_PACKED))
 def test_tiles_of_windows_that_hold_queries_of_several_heads(name, heads, dtype):
-    _check(name, dtype, f"hopper:heads={heads}", "hopper")
+    _check_heads(name, dtype, heads)
 
 
 SHARED = (
@@ -131,13 +133,15 @@ SHARED = (
 
 
 def _shared():
-    """Calls without a window, and each number of heads whose queries a tile may hold."""
-    for case in (case for case in cases("attention") if case.name in SHARED):
-        given = case.build(torch.device("meta"), torch.bfloat16, case.generator("cpu"))
-        yield from ((case.name, n) for n in tile_heads(given["q"].shape[1] // given["k"].shape[1])[1:])
+    """Calls without a window, and the numbers of heads whose queries a tile may hold."""
+    known, meta, found = {case.name: case for case in cases("attention")}, torch.device("meta"), []
+    for name in SHARED:
+        given = known[name].build(meta, torch.bfloat16, known[name].generator("cpu"))
+        found.append((name, tile_heads(given["q"].shape[1] // given["k"].shape[1])[1:]))
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("name", "heads"), _shared())
+@pytest.mark.parametrize(("name", "heads"), _shared(), ids=SHARED)
 def test_tiles_without_a_window_that_hold_queries_of_several_heads(name, heads, dtype):
-    _check(name, dtype, f"hopper:heads={heads}", "hopper")
+    _check_heads(name, dtype, heads)

@@ -14,7 +14,7 @@ from tilesmith.engine.launcher import in_place_of_launches
 from tilesmith.engine.registry import DECLARED
 from tilesmith.engine.rehearsal import launches_of
 from tilesmith.hardware.detect import arch_named, arch_of, assuming
-from tilesmith.validate.trial import _size
+from tilesmith.validate.trial import _size, whole
 
 SM90 = arch_named("sm90")
 CPU = torch.device("cpu")
@@ -157,6 +157,41 @@ def test_without_outputs_for_a_gradient_no_other_kernels_are_launched(name, back
             bare = launches_of(partial(configure.fn, config=config, hidden=False), args, SM90)
             assert {step.kernel for step in bare} <= whole, case.name
     assert seen
+
+
+def _too_many_threads(op: Op, backend: str, args: tuple) -> list[str]:
+    """Launches with more threads than a CTA has on some GPU, by the default configurations of each."""
+    found, kernel = [], op.kernel(backend)
+    for arch in map(arch_named, ("sm80", "sm90", "gfx942")):
+        with assuming(arch):
+            if kernel.rejects(op._describe(*args)._replace(arch=arch)):
+                continue
+            config = kernel.fn.configure.on(arch, args, {})
+        steps = launches_of(partial(kernel.fn.configure.fn, config=config), args, arch)
+        found += [f"{arch.name}: {step}" for step in steps if step.constants.get("num_warps", 4) * arch.warp > 1024]
+    return found
+
+
+@pytest.mark.parametrize("name", list(ops()))
+def test_no_kernel_has_more_threads_than_a_gpu_gives_it(name):
+    """1,024 on NVIDIA's and on AMD's, whose warps are twice as wide."""
+    pytest.importorskip("triton")
+    op, called = ops()[name], whole(name)
+    rehearsing = [b for b in op.backends() if b.startswith(("triton", "hopper")) and op.kernel(b).plans is not None]
+    rehearsing = [b for b in rehearsing if getattr(op.kernel(b).fn, "configure", None) is not None]
+    for case in [c for c in cases(called.name) if rehearsing and _size(c) <= 2**18]:
+        args = called.bind((), case.build(CPU, case.dtypes[-1], case.generator()))
+        args = args if called is op else called.gradient.arguments(args)
+        assert not [step for b in rehearsing for step in _too_many_threads(op, b, args)], case.name
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "softmax"])
+def test_few_rows_of_no_width_have_too_many_threads(name):
+    pytest.importorskip("triton")
+    for rows in (1, 40, 200, 5000):
+        for cols in (1, 1000, 4095, 4096, 8192, 8193, 8208, 12_000, 16_384, 16_385, 40_000):
+            x = torch.empty(rows, cols, dtype=torch.bfloat16, device="meta")
+            assert not _too_many_threads(ops()[name], "triton", ops()[name].bind((x,), {})), (rows, cols)
 
 
 def test_kernels_of_many_calls_are_told_apart_in_one_session():

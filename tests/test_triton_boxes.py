@@ -1,11 +1,12 @@
 """Descriptors whose boxes are smaller than Triton's tiles: what their kernel's launcher is told."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tilesmith.engine import triton_private
+from tilesmith.engine import launcher, torch_private, triton_private
 from tilesmith.engine.backends import triton_missing
 
 
@@ -27,6 +28,7 @@ class Kernel:
     def __getitem__(self, grid):
         def launched(*args, **named):
             self.told = [form["block_size"] for form in self.compiled.metadata.tensordesc_meta]
+            return self.compiled
 
         return launched
 
@@ -35,6 +37,26 @@ def test_a_launcher_is_told_of_boxes_before_it_encodes_descriptors():
     kernel = Kernel()
     triton_private.run(kernel, (1,), (TensorDescriptor(box=(1, 7, 9)),), {"out": TensorDescriptor(), "count": 3})
     assert kernel.told == [[1, 7, 9, 64], [1, 1, 64, 128]] and kernel.warmed == 1
+
+
+def test_a_launcher_is_told_of_boxes_once(monkeypatch):
+    """A profiler that listens to Triton's hooks hears of each launch by Triton's own call."""
+    kernel, names = Kernel(), ("q", "out")
+    kernel.signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names])
+    kernel.params = [SimpleNamespace(is_constexpr=False)] * 2
+    base = torch.zeros(4, dtype=torch.bfloat16)
+    boxed, plain = (TensorDescriptor(base=base, block_shape=[64, 64], padding="zero") for _ in range(2))
+    boxed.box = (1, 7, 9)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch_private, "current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "hooked", lambda: True)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "_remember", lambda key, compiled: launcher._compiled.setdefault(key, compiled))
+    for _ in range(3):
+        kernel.told = None
+        launcher.launch(kernel, (1,), boxed, plain)
+        assert kernel.told == [[1, 7, 9, 64], [1, 1, 64, 128]]
+    assert kernel.warmed == 1
 
 
 def test_other_kernels_are_launched_as_they_are():

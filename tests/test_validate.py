@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilesmith.engine import Case, Op, T, cases, ops, register_kernel
 from tilesmith.validate import sanitized
-from tilesmith.validate.cases import OracleMemoryError, check, oracle
+from tilesmith.validate.cases import OracleMemoryError, check, check_each, oracle
 
 
 def _doubled(x: Tensor) -> Tensor:
@@ -49,6 +49,22 @@ def test_a_kernel_may_be_as_far_off_as_it_declares_and_only_where():
     ):
         register_kernel("declared", backend=backend, rank=rank, errors=errors)(_nearly)
         assert check(op, backend, case, "cpu", torch.float32).passed == (backend == "enough")
+
+
+def test_several_pins_of_a_kernel_share_one_oracle():
+    computed = []
+
+    def wide(x: Tensor) -> Tensor:
+        computed.append(x.dtype)
+        return 2 * x
+
+    op = Op(wide, name="shared_oracle", fake=torch.empty_like, outputs=("out",))
+    register_kernel("shared_oracle", backend="right", rank=20)(_doubled)
+    register_kernel("shared_oracle", backend="wrong", rank=21)(_tripled)
+    pins = [{"shared_oracle": pin} for pin in ("right", "wrong", "right")]
+    found = list(check_each(op, ("right",), Case("row", {"x": T(5, grad=False)}), "cpu", torch.bfloat16, pinned=pins))
+    assert [result.passed for result in found] == [True, False, True]
+    assert computed.count(torch.float64) == 1
 
 
 def test_the_sanitizers_are_told_of_every_hopper_kernel():

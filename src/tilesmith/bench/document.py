@@ -10,6 +10,7 @@ import datetime
 import json
 import math
 import platform
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -57,12 +58,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def path_of(document: Mapping[str, Any], folder: Path) -> Path:
+    """The file of a document among results."""
+    return folder / document["hardware"]["arch"] / f"{document['subject']}.json"
+
+
 def save(document: dict[str, Any], folder: Path, *, keep: bool = False) -> Path:
     """Write a document to `folder`/<arch>/<subject>.json, one row a line, and return that path.
 
     keep: rows that the file has of other cases stay in it, as `merged` says; else the file is this document alone.
     """
-    path = folder / document["hardware"]["arch"] / f"{document['subject']}.json"
+    path = path_of(document, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     if keep and path.is_file():
         document = merged(load(path), document)
@@ -103,6 +109,16 @@ def merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     found = [row for passes in rows.values() for those in passes.values() for row in those]
     told = {"summary": summary(found)} if "summary" in new else {}
     return {**new, **told, "earlier": earlier, "rows": found}
+
+
+def dropped(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, int]:
+    """How many figures of each provider `old` has of cases and passes that `new` has without this provider: a file that
+    `new` is saved to keeps none of them, since providers are compared within one process."""
+    measured: dict[Any, set[str]] = {}
+    for row in new["rows"]:
+        measured.setdefault(_what(row), set()).add(row["provider"])
+    figures = [row for row in old["rows"] if "error" not in row]
+    return dict(Counter(r["provider"] for r in figures if r["provider"] not in measured.get(_what(r), r["provider"])))
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -35,6 +35,11 @@ def providers_of(subject: str, only: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in only if name in known) or ((OURS,) if only else ())
 
 
+def lacking(subject: str, only: Sequence[str]) -> list[str]:
+    """Those of `only` that the subject has not."""
+    return [name for name in only if name not in _providers(subject)]
+
+
 def _cases(subject: str) -> list[str]:
     if subject == "host":
         return list(host.OPS)

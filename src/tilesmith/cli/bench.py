@@ -81,7 +81,8 @@ def command(
     against: Annotated[
         str,
         typer.Option(
-            help="Peers to measure, separated by commas; all by default. tilesmith:triton is our Triton kernel."
+            help="Peers to measure, separated by commas; all by default. One of several ops must have each. "
+            "tilesmith:triton is our Triton kernel."
         ),
     ] = "",
     tag: Annotated[str | None, typer.Option(help="Cases to run: bench (default on a GPU) or test (on a CPU).")] = None,
@@ -144,18 +145,14 @@ def command(
     if any(name.endswith(".json") for name in what):
         _saved(what, plot)
         return
-    from tilesmith.bench.document import save as write
-    from tilesmith.bench.subjects import cases_of, providers_of
+    from tilesmith.bench.subjects import cases_of, lacking, providers_of
 
     where = device_named(device)
     line = "tilesmith " + shlex.join(sys.argv[1:])
     measure = {"device": where, "dtype": dtype_named(dtype, where), "command": line, "rounds": rounds}
     only = tuple(filter(None, (peer.strip() for peer in against.split(","))))
 
-    def so_far(found: dict[str, Any]) -> None:
-        if save:
-            write(found, out, keep=True)
-
+    results = _Results(out if save else None)
     documents: list[dict[str, Any]] = []
     subjects = _selected(_subjects(what, tag or _tag(where), sweep, zoo, decode), case or (), only, sweep)
     if save:
@@ -163,7 +160,7 @@ def command(
     for subject in subjects:
         with console.status(f"measuring {subject}") as status:
             told = lambda step, subject=subject: status.update(f"measuring {subject}: {step}")  # noqa: E731
-            asked = {**measure, "progress": told, "so_far": so_far, "only": providers_of(subject, only)}
+            asked = {**measure, "progress": told, "so_far": results.write, "only": providers_of(subject, only)}
             named = tuple(case or ()) if sweep else cases_of(subject, case or ())
             if subject == "model":
                 found = _model(shape or SHAPE, {**asked, "limit": limit or LIMIT})
@@ -178,13 +175,47 @@ def command(
         documents.append(found)
         if not as_json:
             _show(found)
-        if save:
-            some = subject == "model" or bool(case) or forward or "=" in (sweep or "")
-            told.print(f"wrote {write(found, out, keep=some)}", highlight=False)
+        for peer in lacking(subject, only):
+            told.print(f"{subject} has no provider {peer}", style="dim", highlight=False)
+        results.finish(found, subject == "model" or bool(case) or forward or "=" in (sweep or ""), told)
         if plot is not None:
             _plot(found, plot, told)
     if as_json:
         print_json(documents)
+
+
+class _Results:
+    """Files of results in a folder, with what was in them before; None: nothing is written."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.before: dict[Path, dict[str, Any]] = {}
+
+    def write(self, found: dict[str, Any], keep: bool = True) -> None:
+        """Save a document, as `bench.document.save` does."""
+        from tilesmith.bench.document import load, path_of, save
+
+        if self.folder is None:
+            return
+        path = path_of(found, self.folder)
+        if path not in self.before:
+            self.before[path] = load(path) if path.is_file() else {"rows": []}
+        save(found, self.folder, keep=keep)
+
+    def finish(self, found: dict[str, Any], keep: bool, told: Console) -> None:
+        """Save the whole document, and say where and which figures of other providers it takes the place of."""
+        from tilesmith.bench.document import dropped, path_of
+
+        if self.folder is None:
+            return
+        self.write(found, keep)
+        path = path_of(found, self.folder)
+        told.print(f"wrote {path}", highlight=False)
+        lost = dropped(self.before[path], found)
+        if lost:
+            each = ", ".join(f"{provider} {count}" for provider, count in lost.items())
+            said = f"dropped figures of providers that this run did not measure on the same cases: {each}"
+            told.print(f"{said}; those of another run are not comparable", highlight=False)
 
 
 def _check_results(subjects: list[str], out: Path, device: torch.device) -> None:
@@ -289,23 +320,23 @@ def _ranks(what: list[str], rounds: int, limit: float, only: tuple, cases: list[
             "bench context-parallel"
         )
     from tilesmith.bench import context_parallel
-    from tilesmith.bench.document import save as write
 
     count = os.environ.get("LOCAL_WORLD_SIZE", "?")
     line = f"torchrun --nproc-per-node {count} --no-python tilesmith {shlex.join(sys.argv[1:])}"
     with context_parallel.process_group() as rank:
         told = (lambda step: console.print(step, style="dim")) if rank == 0 else (lambda step: None)
-        kept = (lambda found: write(found, out, keep=bool(cases))) if rank == 0 and out else (lambda found: None)
-        how = {"rounds": rounds, "limit": limit, "progress": told, "so_far": kept}
+        results = _Results(out if rank == 0 else None)
+        how = {"rounds": rounds, "limit": limit, "progress": told}
+        how["so_far"] = lambda found: results.write(found, bool(cases))
         try:
             found = context_parallel.run(command=line, only=only, cases=cases, **how)
         except ValueError as problem:
             refuse(str(problem))
         if rank == 0:
-            kept(found)
             for row in (row for row in found["rows"] if "error_over_one_gpu" in row):
                 console.print(f"{row['case']}, {row['provider']}: error over one GPU's {row['error_over_one_gpu']}")
             _show(found)
+            results.finish(found, bool(cases), console)
 
 
 def _plot(document: dict[str, Any], folder: Path, told: Console = console) -> None:

@@ -14,7 +14,7 @@ from tilesmith.distributed.layout import Layout, boundaries
 from tilesmith.distributed.pieces import FAR, Sight
 from tilesmith.distributed.ring import Ring
 from tilesmith.engine.argument_checks import tensor
-from tilesmith.engine.arguments import shown
+from tilesmith.engine.arguments import dtype_name, shown
 from tilesmith.engine.torch_private import any_autocast
 from tilesmith.ops.attn.checks import check_shapes
 from tilesmith.ops.attn.op import attention_op
@@ -163,7 +163,7 @@ def shapes(shard: Sequence[Tensor]) -> dict[str, Any]:
     """Shapes and dtypes of q, k and v, by name."""
     found: dict[str, Any] = {}
     for name, x in zip("qkv", shard):
-        found |= {f"{name}.shape": list(x.shape), f"{name}.dtype": _dtype(x)}
+        found |= {f"{name}.shape": list(x.shape), f"{name}.dtype": dtype_name(x.dtype)}
     return found
 
 
@@ -185,8 +185,4 @@ def digest(value: Any) -> str | None:
 
 
 def _described(x: Tensor | None) -> str | None:
-    return None if x is None else f"{_dtype(x)} {list(x.shape)}"
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+    return None if x is None else f"{dtype_name(x.dtype)} {list(x.shape)}"

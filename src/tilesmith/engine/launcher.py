@@ -48,7 +48,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, cluster: int = 1, **n
     x, y, z = (*grid, 1, 1)[:3]
     if found is None or hooked():
         begun = time.time() if _after_compiling else 0.0
-        compiled = triton_private.run(kernel, grid, args, named)
+        compiled = triton_private.run(kernel, grid, args, named, found is None)
         if begun and triton_private.was_compiled_since(compiled, begun):
             _after_compiling.pop(get_ident(), _nothing)()
         if key is not None and found is None:

@@ -38,13 +38,15 @@ OPTIONS = {"enable_fp_fusion": True}
 _ENCODE = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
-def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any]) -> Any:
-    """Triton's own launch of a kernel, all of whose options are given; returns what it compiled.
+def run(kernel: Any, grid: tuple[int, ...], args: tuple, named: Mapping[str, Any], first: bool = True) -> Any:
+    """Triton's own launch of a kernel, all of whose options are given; returns what it compiled. first: whether what
+    these arguments compile to was not launched before.
 
     Raises RuntimeError, naming the folder, where Triton's cache is damaged or cannot be written.
     """
     try:
-        _have_boxes(kernel, args, named)
+        if first:
+            _have_boxes(kernel, args, named)
         return kernel[grid](*args, **{**OPTIONS, **named})
     except (json.JSONDecodeError, OSError) as problem:
         folder = _cache_dir()

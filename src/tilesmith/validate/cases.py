@@ -76,7 +76,7 @@ def check_each(
     device: torch.device | str,
     dtype: torch.dtype,
     runs: int = 3,
-    pinned: Mapping[str, str] | None = None,
+    pinned: Sequence[Mapping[str, str] | None] = (None,),
 ) -> Iterator[Result]:
     """Kernels on one case against the fp64 oracle.
 
@@ -84,17 +84,17 @@ def check_each(
     vjp, in the case's dtype. The reference itself is held to the rounding of that dtype; in fp32, where it rounds at
     every step, it runs in fp64 and is held to fp32's rounding. A kernel that rejects the case passes with
     its reasons as the message; one whose vjp does is checked with whichever vjp is chosen. runs: of small cases on a
-    device; the second call of a shape is recorded and the third replays it (engine/replay.py). pinned: op -> backend,
-    in place of the kernel's for the op and its gradient.
+    device; the second call of a shape is recorded and the third replays it (engine/replay.py). pinned: pins of the op
+    and its gradient, by op, in place of the kernel's; with several, a kernel is checked by each of them.
     """
     device = torch.device(device)
     large = "gpu" in case.tags
     args = op.bind((), case.build(device, dtype, case.generator(device if large else "cpu")))
     # the oracle of a large case fills the memory: it comes before there are outputs to keep beside it
     exact, yardstick = oracle(op, args) if large else {}, {}
-    for backend in backends:
+    for backend, pin in ((backend, pin) for backend in backends for pin in pinned):
         own = tuple(_wide(a, False) for a in args) if backend == REFERENCE and dtype is torch.float32 else args
-        got, refusal = _run(op, backend, own, 1 if device.type == "cpu" or large else runs, pinned)
+        got, refusal = _run(op, backend, own, 1 if device.type == "cpu" or large else runs, pin)
         if refusal:
             yield Result(op.name, backend, case.name, dtype, True, 0.0, 0.0, f"rejects: {refusal}")
             continue

@@ -145,7 +145,7 @@ def attempt(name: str, backend: str, device: torch.device | str, wanted: Launche
 def _attempt(name: str, backend: str, device: torch.device | str, wanted: Launches) -> tuple[int, str]:
     def ran(case: Case, dtype: torch.dtype) -> tuple[int, str] | None:
         """The outcome of a case; None where the kernel does not take it."""
-        result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=pins(name, backend)))
+        result = next(check_each(whole(name), (backend,), case, device, dtype, pinned=(pins(name, backend),)))
         if result.message.startswith("rejects"):
             return None
         words = f"case {case.name} in {dtype_name(dtype)}: {result.message or 'right'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tilesmith.engine.memory import human_size
@@ -27,7 +27,8 @@ class Costs:
     traced: batch -> bytes of a step beyond parameters, by fake tensors; None where these fail. run: batch -> a real
     step; with apart=True it also says what the rows take without gradients, with growth=True what is held at its
     moments. here: whether the model is where it can be run. probes: real runs so far. allocated_state: of
-    optimizer_state, what is allocated already. The rest: bytes.
+    optimizer_state, what is allocated already. update: seconds of the optimizer's step, which takes as long for any
+    batch and which probes do not make. The rest: bytes.
     """
 
     traced: Callable[[int], int | None]
@@ -39,6 +40,7 @@ class Costs:
     allocated_state: int
     here: bool
     probes: list[Probe] = field(default_factory=list)
+    update: float = 0.0
     _known: dict[int, int | None] = field(default_factory=dict)
 
     def fake(self, batch: int) -> int | None:
@@ -187,10 +189,15 @@ def best_batch(costs: Costs, room: int, most: int) -> Knee:
             top = limit = _last(probes).batch if len(probes) == MOST_PROBES else max(first, top // 2)
         elif not tracing and max(agreed(costs.needs(top) > room)):  # more was held than was expected
             top = limit = min(agreed(costs.largest(room, top)))
-    chosen = min(max(costs.least(), _knee(probes, top)), top)
+    chosen = min(max(costs.least(), _knee(_updated(costs), top)), top)
     if len(probes) < MOST_PROBES and chosen not in [p.batch for p in probes]:
         _ran(costs, chosen)
-    return Knee(_settled(probes, chosen, limit), tuple(probes))
+    return Knee(_settled(_updated(costs), chosen, limit), tuple(probes))
+
+
+def _updated(costs: Costs) -> list[Probe]:
+    """The runs, with the optimizer's step in their times."""
+    return [replace(p, seconds=p.seconds + costs.update) for p in costs.probes]
 
 
 def _hop(costs: Costs, room: int, most: int) -> int:

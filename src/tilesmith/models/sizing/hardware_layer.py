@@ -31,6 +31,7 @@ from tilesmith.models.sizing.memory_estimate import (
     local,
     optimizer_bytes,
     traced_peak,
+    update_seconds,
 )
 from tilesmith.models.sizing.probes import Probe, fingerprint, probe
 from tilesmith.models.sizing.sample_inputs import Sample, most_tokens, sample_of
@@ -239,16 +240,19 @@ class HardwareAbstractionLayer:
             except CannotTrace:
                 return None
 
+        gradients = sum(local(p).nbytes for p in parameters if p.requires_grad) if training else 0
+        bandwidth = arch_of(self.device).bandwidth if self.device.type in EVENTS else 0.0
         return Costs(
             traced=traced,
             run=lambda batch, **more: probe(model, given, batch, backward=training, device=self.device, **more),
             parameters=held(iter((*parameters, *model.buffers()))),
-            gradients=sum(local(p).nbytes for p in parameters if p.requires_grad) if training else 0,
+            gradients=gradients,
             optimizer_state=state,
             optimizer_step=step,
             allocated_state=_allocated_state(optimizer),
             here=here,
             probes=list(self._probes.get(model, {}).get(_key(model, given, training), ())),
+            update=update_seconds(gradients, state, bandwidth),
         )
 
     def _remember(self, model: nn.Module, given: Sample, training: bool, found: Costs | Knee) -> None:

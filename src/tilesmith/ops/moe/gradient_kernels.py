@@ -67,12 +67,10 @@ def pre_gradient_kernel(
     inside = row < tl.load(starts_ptr + expert + 1)
     pair = tl.load(order_ptr + row, mask=inside, other=0)
     a_tile = dy_ptr + (pair // top_k).to(tl.int64)[:, None] * dy_row + k[None, :]
-    b_tile = (
-        weight_ptr + expert.to(tl.int64) * weight_expert
-        + k.to(tl.int64)[:, None] * weight_row + col.to(tl.int64)[None, :] * weight_col
-    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = product(a_tile, b_tile, col < inner, acc, hidden, tl.cast(weight_row, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    acc = product(
+        a_tile, weight_ptr, expert, col, col < inner, acc, hidden, weight_expert, weight_row, weight_col, EVEN, BLOCK_K
+    )
     if low_ptr is not None:
         acc = low_rank(
             low_ptr, lora_ptr, tl.where(inside, row, first_row), col, col < inner, acc, rank,

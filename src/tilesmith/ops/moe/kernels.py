@@ -42,14 +42,22 @@ def pre_columns(first, inner, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BL
 
 
 @triton.jit
-def product(a_tile, b_tile, there, acc, features, b_step, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """acc + a · b over all features, from pointers to the first tiles of a [M, BLOCK_K] and b [BLOCK_K, N].
+def product(
+    a_tile, weight_ptr, expert, col, there, acc, features, weight_expert, weight_in, weight_out,
+    EVEN: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc + a · weight[e]ᵀ over all features, of the outputs `col`; a_tile: pointers to a's first tile [M, BLOCK_K].
 
-    there [N]: the columns of b that are there. Rows beyond a are those of others, which the caller does not store: with
-    EVEN steps no mask changes from one to the next. A clamp instead of `there` would hide from the compiler that
-    columns are neighbours.
+    weight_expert, weight_in, weight_out: strides. there [N]: the outputs that are there. Rows beyond a are those of
+    others, which the caller does not store: with EVEN steps no mask changes from one to the next. A clamp instead of
+    `there` would hide from the compiler that columns are neighbours.
     """
     k = tl.arange(0, BLOCK_K)
+    b_tile = (
+        weight_ptr + expert.to(tl.int64) * weight_expert
+        + k.to(tl.int64)[:, None] * weight_in + col.to(tl.int64)[None, :] * weight_out
+    )  # fmt: skip
+    b_step = tl.cast(weight_in, tl.int64) * BLOCK_K
     for start in range(0, features, BLOCK_K):
         if EVEN:
             a, b = tl.load(a_tile), tl.load(b_tile, mask=there[None, :], other=0.0)
@@ -71,11 +79,9 @@ def low_rank(
     """acc + low[row] · weight[e]ᵀ, the second product of an adapter; low [S, rank] in the order of experts."""
     k = tl.arange(0, BLOCK_R)
     a_tile = low_ptr + row.to(tl.int64)[:, None] * rank + k[None, :]
-    b_tile = (
-        weight_ptr + expert.to(tl.int64) * weight_expert
-        + k.to(tl.int64)[:, None] * weight_col + col.to(tl.int64)[None, :] * weight_row
-    )  # fmt: skip
-    return product(a_tile, b_tile, there, acc, rank, tl.cast(weight_col, tl.int64) * BLOCK_R, EVEN_RANK, BLOCK_R)
+    return product(
+        a_tile, weight_ptr, expert, col, there, acc, rank, weight_expert, weight_col, weight_row, EVEN_RANK, BLOCK_R
+    )
 
 
 @triton.jit
@@ -97,12 +103,10 @@ def low_rank_kernel(
     if GATHERS:
         source = tl.load(order_ptr + row, mask=inside, other=0) // top_k
     a_tile = a_ptr + source.to(tl.int64)[:, None] * a_row + k[None, :]
-    b_tile = (
-        weight_ptr + expert.to(tl.int64) * weight_expert
-        + k.to(tl.int64)[:, None] * weight_col + col.to(tl.int64)[None, :] * weight_row
-    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = product(a_tile, b_tile, there, acc, features, tl.cast(weight_col, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    acc = product(
+        a_tile, weight_ptr, expert, col, there, acc, features, weight_expert, weight_col, weight_row, EVEN, BLOCK_K
+    )
     place = row.to(tl.int64)[:, None] * rank + col[None, :]
     tl.store(out_ptr + place, (acc * scale).to(out_ptr.dtype.element_ty), mask=inside[:, None] & there[None, :])
 
@@ -184,12 +188,10 @@ def gate_up_kernel(
     token = tl.load(order_ptr + row, mask=inside, other=0) // top_k
     k = tl.arange(0, BLOCK_K)
     a_tile = x_ptr + token.to(tl.int64)[:, None] * x_row + k[None, :]
-    b_tile = (
-        weight_ptr + expert.to(tl.int64) * weight_expert
-        + k.to(tl.int64)[:, None] * weight_col + col.to(tl.int64)[None, :] * weight_row
-    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = product(a_tile, b_tile, there, acc, hidden, tl.cast(weight_col, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    acc = product(
+        a_tile, weight_ptr, expert, col, there, acc, hidden, weight_expert, weight_col, weight_row, EVEN, BLOCK_K
+    )
     if low_ptr is not None:
         at = tl.where(inside, row, first_row)
         acc = low_rank(
@@ -220,12 +222,10 @@ def rows_kernel(
     inside, there = row < tl.load(starts_ptr + expert + 1), col < outputs
     at = tl.where(inside, row, first_row)
     a_tile = a_ptr + at.to(tl.int64)[:, None] * features + k[None, :]
-    b_tile = (
-        weight_ptr + expert.to(tl.int64) * weight_expert
-        + k.to(tl.int64)[:, None] * weight_in + col.to(tl.int64)[None, :] * weight_out
-    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = product(a_tile, b_tile, there, acc, features, tl.cast(weight_in, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    acc = product(
+        a_tile, weight_ptr, expert, col, there, acc, features, weight_expert, weight_in, weight_out, EVEN, BLOCK_K
+    )
     if low_ptr is not None:
         acc = low_rank(
             low_ptr, lora_ptr, at, col, there, acc, rank, lora_expert, lora_row, lora_col, expert, EVEN_RANK, BLOCK_R

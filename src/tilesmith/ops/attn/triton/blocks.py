@@ -39,7 +39,7 @@ def load_rows(
 
 
 @triton.jit
-def _pair_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL: tl.constexpr):
+def pair_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL: tl.constexpr):
     """Scaled scores of a tile, -inf where a query does not see a key or one of them does not exist."""
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     seen = (rows < tokens)[:, None] & (cols < keys)[None, :]
@@ -206,7 +206,7 @@ def _block_scores_dq_kernel(
         first = column * LIST_K
         column = tl.load(indices_ptr + entry + 1, mask=entry + 1 < end, other=0)
         k = load_rows(k_ptr, first, keys, k_strides[2], DIM, LIST_K, BLOCK_D)
-        score = _pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
+        score = pair_scores(q, k, at, first + tl.arange(0, LIST_K), tokens, keys, scale, CAUSAL)
         ds = tl.exp(score - base) * change
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     cols = tl.arange(0, BLOCK_D)
@@ -299,7 +299,7 @@ def _block_mass_kernel(
             )  # fmt: skip
             lse = tl.load(lse_ptr + member * tokens + at, mask=at < tokens, other=0.0).to(tl.float32)
             lse = tl.where(lse == float("-inf"), float("inf"), lse)
-            p = tl.exp(_pair_scores(q, k, at, cols, tokens, keys, scale, CAUSAL) - lse[:, None])
+            p = tl.exp(pair_scores(q, k, at, cols, tokens, keys, scale, CAUSAL) - lse[:, None])
             total += _sums(p, QB, LIST_Q, KB, LIST_K)
         column = first // LIST_K + tl.arange(0, KB)
         held = (block < rows)[:, None] & (column < columns)[None, :]

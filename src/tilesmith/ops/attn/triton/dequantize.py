@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.engine import Space, launch, optimize_kernel, register_kernel, rehearsed
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.launcher import cdiv, next_power_of_2
 from tilesmith.ops.attn.quantize_reference import dequantised_like, gradients_like
 from tilesmith.ops.attn.reference import FACTOR_BLOCK
@@ -215,7 +216,7 @@ def _rejects_dequantize(call) -> list[str]:
     for name in ("q8", "k8", "v8"):
         x = getattr(call, name)
         if x.dtype not in (*BYTES, *FLOATS):
-            reasons.append(f"{name} is {x.dtype}; {', '.join(str(d)[6:] for d in (*BYTES, *FLOATS))} are supported")
+            reasons.append(f"{name} is {x.dtype}; {', '.join(map(dtype_name, (*BYTES, *FLOATS)))} are supported")
         if x.cols > 1024:
             reasons.append(f"{name} has head dim {x.cols}; up to 1024 are supported")
         if x.dtype.is_floating_point and x.dtype.itemsize == 1:

@@ -11,25 +11,7 @@ from torch import Tensor
 from tilesmith.device.rows import unit_stride
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.attn.reference import scale_of
-
-
-@triton.jit
-def _load_rows(ptr, first, count, stride, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows first.. of one head, [BLOCK, BLOCK_D], zero where there are none."""
-    rows = first + tl.arange(0, BLOCK)
-    cols = tl.arange(0, BLOCK_D)
-    held = (rows < count)[:, None] & (cols < DIM)[None, :]
-    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=held, other=0.0)
-
-
-@triton.jit
-def _scores(q, k, rows, cols, tokens, keys, scale, CAUSAL: tl.constexpr):
-    """Scaled scores of a tile, -inf where a query does not see a key or one of them does not exist."""
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = (rows < tokens)[:, None] & (cols < keys)[None, :]
-    if CAUSAL:
-        seen = seen & (cols[None, :] <= rows[:, None] + (keys - tokens))
-    return tl.where(seen, score, float("-inf"))
+from tilesmith.ops.attn.triton.blocks import load_rows, pair_scores
 
 
 @triton.jit
@@ -55,10 +37,10 @@ def _attention_weights_fwd_kernel(
     rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
-    k = _load_rows(k_ptr, first_col, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
+    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
+    k = load_rows(k_ptr, first_col, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
     lse = tl.load(lse_ptr + head_row * tokens + rows, mask=rows < tokens, other=0.0).to(tl.float32)
-    p = _weights(_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL), lse)
+    p = _weights(pair_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL), lse)
     out = weights_ptr + (head_row * tokens + rows)[:, None] * keys + cols[None, :]
     tl.store(out, p.to(weights_ptr.dtype.element_ty), mask=(rows < tokens)[:, None] & (cols < keys)[None, :])
 
@@ -77,15 +59,15 @@ def _attention_stats_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
+    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
     end = keys
     if CAUSAL:
         end = tl.minimum(keys, first_row + BLOCK_M + keys - tokens)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     for first in range(0, end, BLOCK_N):
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
-        score = _scores(q, k, rows, first + tl.arange(0, BLOCK_N), tokens, keys, scale, CAUSAL)
+        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
+        score = pair_scores(q, k, rows, first + tl.arange(0, BLOCK_N), tokens, keys, scale, CAUSAL)
         new_top = tl.maximum(top, tl.max(score, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - base) + tl.sum(tl.exp(score - base[:, None]), 1)
@@ -110,7 +92,7 @@ def _attention_weights_dq_kernel(
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     k_ptr += batch * k_strides[0] + head // GROUP * k_strides[1]
     dweights_ptr += batch * d_strides[0] + head * d_strides[1]
-    q = _load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
+    q = load_rows(q_ptr, first_row, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
     lse = tl.load(lse_ptr + head_row * tokens + rows, mask=rows < tokens, other=0.0).to(tl.float32)
     end = keys
     if CAUSAL:
@@ -119,8 +101,8 @@ def _attention_weights_dq_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     for first in range(0, end, BLOCK_N):
         cols = first + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
-        p = _weights(_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL), lse)
+        k = load_rows(k_ptr, first, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
+        p = _weights(pair_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL), lse)
         at = rows.to(tl.int64)[:, None] * d_strides[2] + cols.to(tl.int64)[None, :] * d_strides[3]
         dp = tl.load(dweights_ptr + at, mask=(rows < tokens)[:, None] & (cols < keys)[None, :], other=0.0)
         ds = p * dp.to(tl.float32)
@@ -150,7 +132,7 @@ def _attention_weights_dk_kernel(
     first_col = tl.program_id(0) % blocks * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
-    k = _load_rows(k_ptr, first_col, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
+    k = load_rows(k_ptr, first_col, keys, k_strides[2], DIM, BLOCK_N, BLOCK_D)
     begin = 0
     if CAUSAL:
         begin = tl.maximum(0, first_col - (keys - tokens)) // BLOCK_M * BLOCK_M
@@ -162,9 +144,9 @@ def _attention_weights_dk_kernel(
         lse_head = lse_ptr + (batch * heads + head) * tokens
         for first in range(begin, tokens, BLOCK_M):
             rows = first + tl.arange(0, BLOCK_M)
-            q = _load_rows(q_head, first, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
+            q = load_rows(q_head, first, tokens, q_strides[2], DIM, BLOCK_M, BLOCK_D)
             lse = tl.load(lse_head + rows, mask=rows < tokens, other=0.0).to(tl.float32)
-            p = _weights(_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL), lse)
+            p = _weights(pair_scores(q, k, rows, cols, tokens, keys, scale, CAUSAL), lse)
             at = rows.to(tl.int64)[:, None] * d_strides[2] + cols.to(tl.int64)[None, :] * d_strides[3]
             dp = tl.load(d_head + at, mask=(rows < tokens)[:, None] & (cols < keys)[None, :], other=0.0)
             ds = p * dp.to(tl.float32)

@@ -24,7 +24,7 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.moe.fp8_plan import STEP8
-from tilesmith.ops.moe.hopper.products import tile_and_column
+from tilesmith.ops.moe.hopper.products import tile_of_expert
 from tilesmith.ops.moe.hopper.tiles import FLAT, corner, quarters, store_piece
 from tilesmith.ops.moe.plan import HOPPER_COLS, HOPPER_ROWS
 
@@ -32,20 +32,6 @@ COLS, HALF_ROWS, PIECE = HOPPER_COLS, HOPPER_ROWS // 2, 64
 _COLS, _HALF, _PIECE, _STEP = (gl.constexpr(n) for n in (COLS, HALF_ROWS, PIECE, STEP8))
 _FLAT8 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 _ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 32]))
-
-
-@gluon.jit
-def _tile(number, table, GROUP: gl.constexpr):
-    """A tile's expert, how many rows the expert has from the tile's first on (0 where the tile is not used), where they
-    end, and the tile's number among those of columns."""
-    starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n = table
-    tile, column = tile_and_column(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
-    expert = gl.load(tile_expert_ptr + tile)
-    first = gl.load(tile_row_ptr + tile)
-    used = expert < experts
-    expert = gl.minimum(expert, experts - 1)
-    end = gl.load(starts_ptr + expert + 1)
-    return expert, gl.where(used, end - first, 0), end, column
 
 
 @gluon.jit
@@ -75,10 +61,10 @@ def _load(a_desc, b_desc, a, b, full, empty, table, steps, source, GATHERS: gl.c
     _, _, _, _, tiles, tiles_n = table
     count = gl.to_tensor(0)
     number = gl.program_id(0)
-    expert, length, end, column = _tile(number, table, GROUP)
+    expert, length, end, column = tile_of_expert(number, table, GROUP)
     while number < tiles * tiles_n:
         following = number + gl.num_programs(0)
-        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        next_expert, next_length, next_end, next_column = tile_of_expert(following, table, GROUP)
         if length > 0:
             if GATHERS:
                 a_ptr, order_ptr, top_k, row_units, units = source
@@ -125,11 +111,11 @@ def _multiply(HALF: gl.constexpr, a, b, out, full, empty, table, steps, out_desc
     _, _, _, _, tiles, tiles_n = table
     count = gl.to_tensor(0)
     number = gl.program_id(0)
-    expert, length, end, column = _tile(number, table, GROUP)
+    expert, length, end, column = tile_of_expert(number, table, GROUP)
     acc = gl.zeros([_HALF, _COLS], gl.float32, _ACC)
     while number < tiles * tiles_n:
         following = number + gl.num_programs(0)
-        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        next_expert, next_length, next_end, next_column = tile_of_expert(following, table, GROUP)
         if length > ROW:
             at = _sources(end, length, ROW, order_ptr, top_k, GATHERS, gl.SliceLayout(1, _ACC))
             scale = gl.load(a_factor_ptr + at) * gl.load(weight_factor_ptr + expert)

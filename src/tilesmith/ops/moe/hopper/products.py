@@ -33,7 +33,7 @@ _STEP, _HALF, _PIECE, _COLS = (gl.constexpr(n) for n in (STEP, HALF_ROWS, PIECE,
 
 
 @gluon.jit
-def tile_and_column(number, tiles, tiles_n, GROUP: gl.constexpr):
+def _tile_and_column(number, tiles, tiles_n, GROUP: gl.constexpr):
     """Tile of rows and of columns: GROUP tiles down, then the next columns, so that both operands stay in L2."""
     group = number // (GROUP * tiles_n)
     height = gl.minimum(tiles - group * GROUP, GROUP)
@@ -43,11 +43,11 @@ def tile_and_column(number, tiles, tiles_n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _tile(number, table, GROUP: gl.constexpr):
+def tile_of_expert(number, table, GROUP: gl.constexpr):
     """A tile's expert, how many rows the expert has from the tile's first on (0 where the tile is not used), where they
     end, and the tile's number among those of columns."""
     starts_ptr, tile_expert_ptr, tile_row_ptr, experts, tiles, tiles_n = table
-    tile, column = tile_and_column(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
+    tile, column = _tile_and_column(gl.minimum(number, tiles * tiles_n - 1), tiles, tiles_n, GROUP)
     expert = gl.load(tile_expert_ptr + tile)
     first = gl.load(tile_row_ptr + tile)
     used = expert < experts
@@ -94,10 +94,10 @@ def _load(a_desc, b_desc, a, b, full, empty, table, steps, each, second, source,
     _, _, _, _, tiles, tiles_n = table
     count = gl.to_tensor(0)
     number = gl.program_id(0)
-    expert, length, end, column = _tile(number, table, GROUP)
+    expert, length, end, column = tile_of_expert(number, table, GROUP)
     while number < tiles * tiles_n:
         following = number + gl.num_programs(0)
-        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        next_expert, next_length, next_end, next_column = tile_of_expert(following, table, GROUP)
         if length > 0:
             col = column * each
             if GATHERS and CONSUMERS == 3:
@@ -156,11 +156,11 @@ def _multiply(HALF: gl.constexpr, a, b, out, full, empty, table, steps, extra, w
     _, _, _, _, tiles, tiles_n = table
     count = gl.to_tensor(0)
     number = gl.program_id(0)
-    expert, length, end, column = _tile(number, table, GROUP)
+    expert, length, end, column = tile_of_expert(number, table, GROUP)
     acc = gl.zeros([_HALF, _COLS], gl.float32, ACC)
     while number < tiles * tiles_n:
         following = number + gl.num_programs(0)
-        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        next_expert, next_length, next_end, next_column = tile_of_expert(following, table, GROUP)
         if length > HALF * _HALF:
             s = count % STAGES
             mbarrier_wait(full.index(s), (count // STAGES) & 1)
@@ -226,12 +226,12 @@ def _multiply_thirds(PART: gl.constexpr, a, halves, out, full, empty, table, ste
     _, _, _, _, tiles, tiles_n = table
     count = gl.to_tensor(0)
     number = gl.program_id(0)
-    expert, length, end, column = _tile(number, table, GROUP)
+    expert, length, end, column = tile_of_expert(number, table, GROUP)
     left = gl.zeros([_HALF, _COLS // 2], gl.float32, ACC)
     right = gl.zeros([_HALF, _COLS // 2], gl.float32, ACC)
     while number < tiles * tiles_n:
         following = number + gl.num_programs(0)
-        next_expert, next_length, next_end, next_column = _tile(following, table, GROUP)
+        next_expert, next_length, next_end, next_column = tile_of_expert(following, table, GROUP)
         if length > PART * _HALF:
             s = count % STAGES
             left, right = _thirds_step(PART, a, halves, s, left, right, full, count, True, GATHERS, BY_ROWS, STAGES)

@@ -68,12 +68,10 @@ def few_gate_up_kernel(
         return
     k = tl.arange(0, BLOCK_K)
     a_tile = x_ptr + (members // top_k).to(tl.int64)[:, None] * x_row + k[None, :]
-    b_tile = (
-        weight_ptr + expert.to(tl.int64) * weight_expert
-        + k.to(tl.int64)[:, None] * weight_col + col.to(tl.int64)[None, :] * weight_row
-    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = product(a_tile, b_tile, there, acc, hidden, tl.cast(weight_col, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    acc = product(
+        a_tile, weight_ptr, expert, col, there, acc, hidden, weight_expert, weight_col, weight_row, EVEN, BLOCK_K
+    )
     store_activation(
         acc, bias_ptr, pre_ptr, out_ptr, expert, row, members, inside, col, there, first, inner,
         limit, alpha, up_offset, ACTIVATION, GATED, INTERLEAVED, HAS_BIAS, HAS_LIMIT, KEEPS_PRE, BLOCK_M, WIDE,
@@ -170,12 +168,10 @@ def few_rows_kernel(
     first = tl.sum(tl.where(tl.arange(0, BLOCK_M) == 0, members, 0), 0)
     at = tl.where(inside, members, first)  # rows of pairs without an expert were never written
     a_tile = a_ptr + at.to(tl.int64)[:, None] * features + k[None, :]
-    b_tile = (
-        weight_ptr + expert.to(tl.int64) * weight_expert
-        + k.to(tl.int64)[:, None] * weight_in + col.to(tl.int64)[None, :] * weight_out
-    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc = product(a_tile, b_tile, there, acc, features, tl.cast(weight_in, tl.int64) * BLOCK_K, EVEN, BLOCK_K)
+    acc = product(
+        a_tile, weight_ptr, expert, col, there, acc, features, weight_expert, weight_in, weight_out, EVEN, BLOCK_K
+    )
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * outputs + col, mask=there, other=0.0).to(tl.float32)[None, :]
     place = members.to(tl.int64)[:, None] * outputs + col[None, :]

@@ -63,6 +63,7 @@ class BackwardConfig(NamedTuple):
     max_registers: int
 
 
+MOST_THREADS = 1024  # of a program
 MAX_HELD = 32_768  # columns; registers spill before that, and compiling wider tiles takes minutes
 SWEEP = 4_096  # columns of a block of the pass that finds the means of wide rows, by 8 warps of 32 lanes
 
@@ -262,13 +263,15 @@ def forward_default(
 
 def few_rows(dims: Mapping[str, int], arch: Any) -> ForwardConfig | None:
     """A default for so few rows that a GPU works on all of them at once: none of them waits for others, and each is
-    held, by 16 elements a thread or less (`device.rows.more_warps`). None for more rows. Figures: docs/log/norms.md."""
+    held, by 16 elements a thread, or 8 if that is faster (`device.rows.more_warps`). None for more rows. Figures:
+    docs/log/norms.md."""
     lanes, width = max(arch.warp, 16), next_power_of_2(dims["cols"])
     if width > 16_384 or dims["rows"] * (width // 16 // lanes) > AT_ONCE * arch.sms:
         return None
     tile = max(width, 1024)
     warps, programs = max(1, tile // 16 // lanes), cdiv(dims["rows"], tile // width)
-    while 8 * lanes * warps < tile and more_warps(programs, arch.sms, warps, tile // lanes // warps // 2, fixed=10):
+    most = min(tile // 8, MOST_THREADS) // lanes
+    while warps < most and more_warps(programs, arch.sms, warps, tile // lanes // warps // 2, fixed=10):
         warps *= 2
     return ForwardConfig(tile, 0, warps, 1)
 

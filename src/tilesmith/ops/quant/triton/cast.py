@@ -1,7 +1,7 @@
 """Casts in Triton: tiles in both layouts, rows, blocks of 128, and the largest element."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,31 +47,30 @@ def _amax_kernel(
     LOADS loads, all of which a thread asks for before it needs the first.
     """
     seen = seen_at(amax_ptr)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     top = tl.zeros([1, BLOCK_SIZE // LOADS], tl.int32)
-    top = _larger_in(x_ptr, elements, 0, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+    top = larger_in(x_ptr, elements, program, programs, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+    # programs go on in turn where the tensor before ended, so that none gets a block more of each
     if second_ptr is not None:
         before = tl.cdiv(elements, BLOCK_SIZE)
-        top = _larger_in(second_ptr, second_elements, before, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+        begin = (program + programs - before % programs) % programs
+        top = larger_in(second_ptr, second_elements, begin, programs, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
         if third_ptr is not None:
             before += tl.cdiv(second_elements, BLOCK_SIZE)
-            top = _larger_in(third_ptr, third_elements, before, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
-    if PAIRS:
-        low, high = unpack_pair(top, like_ptr)
-        top = tl.maximum(magnitude(low), magnitude(high))
-    raise_to(amax_ptr, tl.max(tl.max(top, 1), 0), seen)
+            begin = (program + programs - before % programs) % programs
+            top = larger_in(third_ptr, third_elements, begin, programs, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+    raise_to(amax_ptr, largest_bits(top, like_ptr, PAIRS), seen)
 
 
 @triton.jit
-def _larger_in(
-    x_ptr, elements, before, top, PAIRS: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr,
+def larger_in(
+    x_ptr, elements, begin, programs, top, PAIRS: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The larger of top and of the |x| that are this program's. before: blocks of the tensors before this one, after
-    which programs go on in turn, so that none gets a block more of each."""
+    """The larger of top [1, BLOCK_SIZE // LOADS] and of the |x| in every programs-th block from block `begin` on."""
     part: tl.constexpr = BLOCK_SIZE // LOADS
-    programs = tl.num_programs(0)
-    begin = (tl.program_id(0) + programs - before % programs) % programs
-    for first in range(begin.to(tl.int64) * BLOCK_SIZE, elements, programs.to(tl.int64) * BLOCK_SIZE):
+    step = tl.cast(programs, tl.int64) * BLOCK_SIZE
+    for first in range(begin.to(tl.int64) * BLOCK_SIZE, elements, step):
         at = first + tl.arange(0, LOADS)[:, None] * part + tl.arange(0, part)[None, :]
         x = tl.load(x_ptr + at, mask=at < elements, other=0)
         if PAIRS:
@@ -79,6 +78,15 @@ def _larger_in(
         else:
             top = tl.maximum(top, tl.max(magnitude(x), 0, keep_dims=True))
     return top
+
+
+@triton.jit
+def largest_bits(top, like_ptr, PAIRS: tl.constexpr):
+    """The `magnitude` of the largest of what `larger_in` found."""
+    if PAIRS:
+        low, high = unpack_pair(top, like_ptr)
+        top = tl.maximum(magnitude(low), magnitude(high))
+    return tl.max(tl.max(top, 1), 0)
 
 
 @triton.jit
@@ -271,36 +279,13 @@ def _row_factor(x, E5M2: tl.constexpr):
 def _cast_blocks_pairs_kernel(
     words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr, like_ptr, num_rows, num_pairs, x_row,
     room, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BANDS: tl.constexpr, STAGES: tl.constexpr,
+    BANDS: tl.constexpr,
 ):  # fmt: skip
     """`_cast_blocks_kernel` for factors along rows and columns, of 16-bit numbers taken as words of two columns.
 
-    A word is one register and, with PACKED, one maximum until it is cast. like_x_ptr: the numbers' type. STAGES: 1: a
-    tile a program. Above: a program has several, and while it casts one, the next STAGES - 2 are on their way to shared
-    memory.
+    A word is one register and, with PACKED, one maximum until it is cast. like_x_ptr: the numbers' type.
     """
-    tall, wide = tl.cdiv(room, BLOCK_SIZE), tl.cdiv(num_pairs, BLOCK_SIZE // 2)
-    if STAGES == 1:
-        _cast_block_of_pairs(
-            tl.program_id(0), tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr,
-            like_ptr, num_rows, num_pairs, x_row, room, E5M2, SATURATES, PACKED, BLOCK_SIZE, BANDS,
-        )  # fmt: skip
-    else:
-        for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), num_stages=STAGES):
-            _cast_block_of_pairs(
-                tile, tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr,
-                like_ptr, num_rows, num_pairs, x_row, room, E5M2, SATURATES, PACKED, BLOCK_SIZE, BANDS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _cast_block_of_pairs(
-    tile, tall, wide, words16_ptr, x8_pairs_ptr, factor_ptr, words_ptr, factor_t_ptr, like_x_ptr, like_ptr, num_rows,
-    num_pairs, x_row, room, E5M2: tl.constexpr, SATURATES: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BANDS: tl.constexpr,
-):  # fmt: skip
-    """One of tall x wide tiles, see `_cast_blocks_pairs_kernel`."""
-    block_row, block_col = tile_among(tile, tall, wide, BANDS)
+    block_row, block_col = tile_of(room, num_pairs, BLOCK_SIZE, BLOCK_SIZE // 2, BANDS)
     quad = block_row * (BLOCK_SIZE // 4) + tl.arange(0, BLOCK_SIZE // 4)[:, None]
     pair = block_col * (BLOCK_SIZE // 2) + tl.arange(0, BLOCK_SIZE // 2)[None, :]
     inside, row = pair < num_pairs, 4 * quad
@@ -372,14 +357,11 @@ class TileConfig(NamedTuple):
 
 class BlockConfig(NamedTuple):
     """num_warps: of a program. max_registers: of a thread, see `registers`; 0 is 128 where factors run along rows and
-    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`. stages: 1: a tile a program.
-    From 3 on, of 16-bit numbers read in pairs: two programs a multiprocessor go from tile to tile, of which one is
-    cast while stages - 2 are loaded."""
+    along columns, which keeps two CTAs on a multiprocessor. bands: as of `TileConfig`."""
 
     num_warps: int
     max_registers: int
     bands: int
-    stages: int
 
 
 class AmaxConfig(NamedTuple):
@@ -418,7 +400,7 @@ def _row_default(dims, arch, dtype) -> RowConfig:
 
 
 def _block_default(dims, arch, dtype) -> BlockConfig:
-    return BlockConfig(8, 0, 8, 1)  # three CTAs of both layouts, at 80 registers, are slower than two
+    return BlockConfig(8, 0, 8)  # three CTAs of both layouts, at 80 registers, are slower than two
 
 
 TILE_SPACE = Space(
@@ -438,7 +420,7 @@ ROW_SPACE = Space(
 BLOCK_SPACE = Space(
     default=_block_default,
     dims=_tile_dims,
-    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8), "stages": (1, 3)},
+    choices={"num_warps": (8, 16), "max_registers": (0, 64, 80, 128), "bands": (1, 8)},
 )
 AMAX_SPACE = Space(
     # four loads of 16 bytes a thread, in 32 registers, and 64 warps: 128 KB asked for at once on a multiprocessor
@@ -468,21 +450,33 @@ def largest_element(tensors: Sequence[Tensor], config: AmaxConfig | None = None)
     """max |x| over up to three tensors as fp32 [1]. config: None: the default of where they are."""
     first = tensors[0]
     amax = first.new_zeros(1, dtype=torch.float32)
-    config = config or AMAX_SPACE.default({}, arch_of(first.device), first.dtype)
+    config = config or amax_default(first)
     parts = [t.contiguous().view(-1) for t in tensors if t.numel()]
     if parts:
-        pairs = all(map(_in_pairs, parts))
-        parts = [x.view(torch.int32) if pairs else x for x in parts]
+        parts, how = searched(parts, config)
         missing = [None] * (3 - len(parts))
         sizes = [x.numel() for x in parts] + [0] * len(missing)
-        block = config.block // 2 if pairs else config.block
-        loads = max(1, block * parts[0].element_size() // (32 * config.num_warps * 16))
         launch(
-            _amax_kernel, (min(config.programs, sum(cdiv(size, block) for size in sizes)),),
-            *parts, *missing, first, amax, *sizes, PAIRS=pairs, PACKED=_packs(first), LOADS=loads, BLOCK_SIZE=block,
-            num_warps=config.num_warps, **registers(first, 32),
+            _amax_kernel, (min(config.programs, sum(cdiv(size, how["BLOCK_SIZE"]) for size in sizes)),),
+            *parts, *missing, first, amax, *sizes, **how,
         )  # fmt: skip
     return amax
+
+
+def amax_default(x: Tensor) -> AmaxConfig:
+    """The configuration by which the largest elements of x are found where it is."""
+    return AMAX_SPACE.default({}, arch_of(x.device), x.dtype)
+
+
+def searched(tensors: list[Tensor], config: AmaxConfig) -> tuple[list[Tensor], dict[str, Any]]:
+    """Contiguous tensors [..., N] as `larger_in` reads them, in words of two 16-bit numbers where all can be, and the
+    flags and options of a kernel that does."""
+    pairs, first = all(map(_in_pairs, tensors)), tensors[0]
+    block = config.block // 2 if pairs else config.block
+    size = 4 if pairs else first.element_size()
+    loads = max(1, block * size // (32 * config.num_warps * 16))
+    how = {"PAIRS": pairs, "PACKED": _packs(first), "LOADS": loads, "BLOCK_SIZE": block, "num_warps": config.num_warps}
+    return [x.view(torch.int32) for x in tensors] if pairs else tensors, {**how, **registers(first, 32)}
 
 
 @register_kernel("fp8_cast", backend="triton", rank=20, rejects=tile_rejects)
@@ -626,10 +620,9 @@ def fp8_cast_blocks(
         }  # fmt: skip
         if not square and _in_pairs(x):
             plain = (x8.view(torch.int16), factor) if rows else (None, None)
-            programs = grid[0] if config.stages == 1 else min(grid[0], 2 * max(1, arch_of(x.device).sms))
             launch(
-                _cast_blocks_pairs_kernel, (programs,), x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
-                x.stride(0) // 2, room, PACKED=_packs(x), STAGES=config.stages, **how,
+                _cast_blocks_pairs_kernel, grid, x.view(torch.int32), *plain, *turned, x, x8, count, cols // 2,
+                x.stride(0) // 2, room, PACKED=_packs(x), **how,
             )  # fmt: skip
         else:
             plain = (x8, factor) if rows else (None, None)

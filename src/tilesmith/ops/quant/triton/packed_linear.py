@@ -80,7 +80,7 @@ def _planes_row(
     return tl.sum(tl.sum(acc, 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _row_kernel(
     x_ptr, codes_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, y_ptr, num_rows, num_groups,
     BLOCK_TILES: tl.constexpr,
@@ -155,7 +155,7 @@ def _planes_rows(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_groups"])
 def _rows_kernel(
     x_ptr, codes_ptr, scale_ptr, zero_ptr, order_ptr, strips_ptr, y_ptr, num_tokens, num_rows, num_groups, x_row,
     BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,

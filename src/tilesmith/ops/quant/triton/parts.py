@@ -1,7 +1,6 @@
 """Casts of several tensors into one in Triton: on top of each other as weights are, side by side as gradients are."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +17,7 @@ from tilesmith.device.triton.rounding import (
     store_turned,
     word8,
 )
-from tilesmith.engine import Space, cdiv, launch, optimize_kernel, register_kernel
+from tilesmith.engine import cdiv, launch, optimize_kernel, register_kernel
 from tilesmith.ops.quant.op import beside_like, rounded_up, stack_like
 from tilesmith.ops.quant.reference import given
 from tilesmith.ops.quant.triton.cast import (
@@ -40,17 +39,17 @@ from tilesmith.ops.quant.triton.cast import (
 def _cast_parts_kernel(
     first_ptr, second_ptr, third_ptr, bound_ptr, amax_ptr, x8_ptr, like_ptr, words_ptr, factor_ptr,
     first_size, second_size, third_size, first_row, second_row, third_row, whole, across, room,
-    STACKED: tl.constexpr, LAST_FIRST: tl.constexpr, E5M2: tl.constexpr, SATURATES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BANDS: tl.constexpr,
+    STACKED: tl.constexpr, E5M2: tl.constexpr, SATURATES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
     """A tile of one of three tensors a program, by the factor of *bound_ptr, to where it belongs in one of `whole` rows
     (STACKED) or columns: as it is to x8_ptr, transposed to words_ptr; either may be None. like_ptr: the format.
 
     sizes: how many rows or columns of the whole are a tensor's, a multiple of 16; 0 for one that is not there. across:
-    the other size. room: rows of x8_t side by side. amax_ptr: None where the bound is known to hold. LAST_FIRST: the
-    other way round than the tensors were read before, so that the last of them are still in the cache.
+    the other size. room: rows of x8_t side by side. amax_ptr: None where the bound is known to hold.
     """
-    program = tl.num_programs(0) - 1 - tl.program_id(0) if LAST_FIRST else tl.program_id(0)
+    # a stack was just read for its largest element: from the end, since the last tiles are still in the cache
+    program = tl.num_programs(0) - 1 - tl.program_id(0) if STACKED else tl.program_id(0)
     along: tl.constexpr = BLOCK_ROWS if STACKED else BLOCK_COLS
     first_tiles, second_tiles = tl.cdiv(first_size, along), tl.cdiv(second_size, along)
     tiles = first_tiles + second_tiles + tl.cdiv(third_size, along)
@@ -92,38 +91,17 @@ def _cast_parts_kernel(
 ROWS_ONLY = 4, 1024, 4  # rows, columns and warps of a tile that is written as it is: lines of 1 KiB
 
 
-class StackConfig(NamedTuple):
-    """As `TileConfig`. last_first: 1 to begin with what was read last while the largest element was looked for."""
-
-    block_rows: int
-    block_cols: int
-    num_warps: int
-    bands: int
-    last_first: int
-
-
-def _dims(first: Tensor, second: Tensor, *rest) -> dict[str, int]:
-    return {"rows": first.shape[0], "cols": first.shape[-1]}
-
-
-STACK_SPACE = Space(
-    default=lambda dims, arch, dtype: StackConfig(*TILE_SPACE.default(dims, arch, dtype), 1),
-    dims=_dims,
-    choices={**TILE_SPACE.choices, "last_first": (0, 1)},
-)
-
-
 @register_kernel("fp8_cast_stack", backend="triton", rank=20, rejects=tile_rejects)
-@optimize_kernel(space=STACK_SPACE)
+@optimize_kernel(space=TILE_SPACE)
 def fp8_cast_stack(
-    first: Tensor, second: Tensor, third: Tensor | None = None, format: str = "e4m3", *, config: StackConfig
+    first: Tensor, second: Tensor, third: Tensor | None = None, format: str = "e4m3", *, config: TileConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts = given(first, second, third)
     made = stack_like(parts, format)
     if not made[0].numel():
         return *made, first.new_ones(1, dtype=torch.float32)
     bound, factor = largest_element(parts), first.new_empty(1, dtype=torch.float32)
-    _launch(parts, bound, None, made, factor, format, TileConfig(*config[:4]), True, config.last_first)
+    _launch(parts, bound, None, made, factor, format, config, True)
     return *made, factor
 
 
@@ -137,13 +115,13 @@ def fp8_cast_beside(
     x8, x8_t = beside_like(parts, format, rows, columns)
     factor = first.new_empty(1, dtype=torch.float32)
     made = x8 if rows else None, x8_t if columns else None
-    _launch(parts, bound, amax, made, factor, format, config, False, False)
+    _launch(parts, bound, amax, made, factor, format, config, False)
     return x8, x8_t, factor
 
 
 def _launch(
     parts: Sequence[Tensor], bound: Tensor, amax: Tensor | None, made: Sequence[Tensor | None], factor: Tensor,
-    format: str, config: TileConfig, stacked: bool, last_first: bool,
+    format: str, config: TileConfig, stacked: bool,
 ) -> None:  # fmt: skip
     """Cast matrices into x8 and x8_t (`made`), of which None is not wanted."""
     parts = [as_rows(x) for x in parts]
@@ -163,7 +141,7 @@ def _launch(
     launch(
         _cast_parts_kernel, (max(1, sum(cdiv(size, along) for size in sizes) * others),),
         *parts, *parts[:1] * len(more), bound, amax, x8, x8_t, None if x8_t is None else words(x8_t), factor,
-        *sizes, *more, *strides, *more, whole, across, room, STACKED=stacked, LAST_FIRST=bool(last_first),
-        E5M2=format == "e5m2", SATURATES=saturates(parts[0]), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-        BANDS=config.bands, num_warps=num_warps,
+        *sizes, *more, *strides, *more, whole, across, room, STACKED=stacked, E5M2=format == "e5m2",
+        SATURATES=saturates(parts[0]), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, BANDS=config.bands,
+        num_warps=num_warps,
     )  # fmt: skip

@@ -6,10 +6,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.device.triton.rounding import load_factor, magnitude, raise_to, seen_at, store_turned, word8
+from tilesmith.device.triton.rounding import load_factor, raise_to, seen_at, store_turned, word8
 from tilesmith.engine import Space, cdiv, launch, next_power_of_2, optimize_kernel, register_kernel
 from tilesmith.ops.quant.reference import FORMATS
-from tilesmith.ops.quant.triton.cast import load_rows, saturates, scaled_rows, store_rows, tile_rejects, words
+from tilesmith.ops.quant.triton.cast import (
+    amax_default,
+    larger_in,
+    largest_bits,
+    load_rows,
+    saturates,
+    scaled_rows,
+    searched,
+    store_rows,
+    tile_rejects,
+    words,
+)
 
 
 class StackConfig(NamedTuple):
@@ -21,15 +32,18 @@ class StackConfig(NamedTuple):
 
 
 @triton.jit
-def fp8_experts_amax_kernel(x_ptr, amax_ptr, elements, parts, BLOCK_SIZE: tl.constexpr):
-    """amax[e] = the largest |x| of a matrix of so many elements, of which a program reads every parts-th block."""
+def fp8_experts_amax_kernel(
+    x_ptr, like_ptr, amax_ptr, elements, parts,
+    PAIRS: tl.constexpr, PACKED: tl.constexpr, LOADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """amax[e] = the largest |x| of a matrix of so many elements, of which a program reads every parts-th block. PAIRS:
+    elements are words of two 16-bit numbers of like_ptr's type."""
     expert, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    x_ptr += expert.to(tl.int64) * elements
-    top, seen = tl.zeros([BLOCK_SIZE], tl.int32), seen_at(amax_ptr + expert)
-    for first in range(part * BLOCK_SIZE, elements, parts * BLOCK_SIZE):
-        at = first + tl.arange(0, BLOCK_SIZE)
-        top = tl.maximum(top, magnitude(tl.load(x_ptr + at, mask=at < elements, other=0.0)))
-    raise_to(amax_ptr + expert, tl.max(top, 0), seen)
+    seen = seen_at(amax_ptr + expert)
+    top = tl.zeros([1, BLOCK_SIZE // LOADS], tl.int32)
+    at = x_ptr + expert.to(tl.int64) * elements
+    top = larger_in(at, elements, part, parts, top, PAIRS, PACKED, LOADS, BLOCK_SIZE)
+    raise_to(amax_ptr + expert, largest_bits(top, like_ptr, PAIRS), seen)
 
 
 @triton.jit
@@ -75,12 +89,11 @@ def fp8_cast_experts(weight: Tensor, *, config: StackConfig) -> tuple[Tensor, Te
     made = [weight.new_empty(shape, dtype=FORMATS["e4m3"]) for shape in (weight.shape, (experts, num_cols, num_rows))]
     amax, factor = weight.new_zeros(experts).float(), weight.new_ones(experts).float()
     if weight.numel():
-        elements, block = num_rows * num_cols, 8192
-        parts = min(16, cdiv(elements, block))
-        launch(
-            fp8_experts_amax_kernel, (experts * parts,), weight, amax, elements, parts,
-            BLOCK_SIZE=block, num_warps=8,
-        )  # fmt: skip
+        search = amax_default(weight)
+        (matrices,), how = searched([weight.view(experts, -1)], search)
+        elements = matrices.shape[1]
+        parts = min(max(1, search.programs // experts), cdiv(elements, how["BLOCK_SIZE"]))
+        launch(fp8_experts_amax_kernel, (experts * parts,), matrices, weight, amax, elements, parts, **how)
         block_rows = min(config.block_rows, next_power_of_2(num_rows))
         block_cols = min(config.block_cols, next_power_of_2(num_cols))
         launch(

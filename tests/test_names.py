@@ -1,4 +1,4 @@
-"""docs/glossary.md against the source: every term is where a row says, every name of a knob has a row."""
+"""docs/names.md against the source: every term is where a row says, every name of a knob has a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "tilesmith"
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+NAMES = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
 FIELD = re.compile(  # words that need no row: the field's own, or those of an op's public signature
     r"^(num_(warps|stages)|(block|BLOCK)(_\w+)?|stages|STAGES|HAS_\w+|WANTS_\w+|\w*_?(HEADS|TOKENS|BLOCKS|ROWS|COLS)|"
     r"HEADS|TOKENS|ROWS|COLS|DIM|CAUSAL|[A-Z])$"
@@ -25,7 +25,7 @@ TEXTS = {p: p.read_text(encoding="utf-8") for p in sorted(SOURCE.rglob("*.py"))}
 
 def _table(title: str) -> list[list[str]]:
     """The cells of the table below a heading, without its head."""
-    section = GLOSSARY.split(f"## {title}\n")[1].split("\n## ")[0]
+    section = NAMES.split(f"## {title}\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if row.startswith("|")]
     return rows[2:]
 
@@ -56,7 +56,7 @@ def _knobs() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("row", _table("The field's terms, and where they are"), ids=lambda row: row[0])
-def test_the_field_s_terms_are_where_the_glossary_says(row):
+def test_the_field_s_terms_are_where_the_page_says(row):
     term, file, names = row
     text = (SOURCE / _named(file)[0]).read_text(encoding="utf-8")
     for name in [n for n in _named(names) if "/" not in n and n not in ("work_counter",)]:
