@@ -14,6 +14,7 @@ from tilesmith.ops.quant.hopper import packed_linear
 from tilesmith.ops.quant.hopper import packed_plan as plan
 from tilesmith.ops.quant.hopper.packed_plan import LinearConfig
 
+_BIG, _TALL = (4096, 14_336), (14_336, 4096)
 SMS = 132
 ARCH = SimpleNamespace(sms=SMS, bandwidth=4.8e12)
 WEIGHTS = [(4096, 14_336), (14_336, 4096), (28_672, 8192), (8192, 28_672), (2560, 9728), (1000, 64), (16, 128), (1, 64)]
@@ -58,6 +59,13 @@ def test_every_form_covers_the_weight_and_fits_a_multiprocessor(weight, tokens):
         ((14_336, 4096), 32, 80, (32, 2, 16, 14, 1), 66, 36.2), ((14_336, 4096), 64, 39, (32, 2, 16, 14, 2), 66, 56.5),
         ((4096, 14_336), 64, 40, (32, 8, 16, 13, 3), 15, 61.7), ((4096, 14_336), 16, 39, (16, 7, 8, 8, 1), 32, 26.7),
         ((3584, 18_944), 16, 40, (16, 8, 16, 15, 1), 15, 24.7), ((4096, 14_336), 128, 40, (16, 7, 8, 8, 8), 32, 128.9),
+        ((4096, 14_336), 32, 40, (32, 8, 16, 9, 2), 15, 35.8), ((4096, 14_336), 96, 40, (32, 8, 16, 13, 4), 15, 80.6),
+        (_BIG, 16, 40, (16, 7, 8, 8, 1, True), 32, 28.1), (_BIG, 16, 80, (16, 7, 8, 8, 1, True), 32, 34.8),
+        (_TALL, 32, 39, (32, 2, 16, 14, 1, True), 66, 30.7), (_BIG, 64, 40, (64, 7, 8, 8, 1, True), 32, 39.8),
+        (_TALL, 64, 40, (64, 2, 16, 14, 1, True), 66, 36.5), (_BIG, 128, 40, (64, 7, 8, 8, 2, True), 32, 74.5),
+        (_TALL, 128, 40, (128, 1, 8, 7, 1, True), 132, 65.1), (_TALL, 128, 80, (128, 2, 16, 14, 1, True), 66, 57.6),
+        (_BIG, 256, 80, (128, 2, 8, 8, 1, True), 66, 121.4),
+        ((28_672, 4096), 32, 40, (32, 1, 16, 14, 1, True), 132, 53.6),
     ],
 )  # fmt: skip
 def test_products_take_what_was_predicted(weight, tokens, bits, shape, clusters, us):
@@ -75,6 +83,24 @@ def test_dequantising_takes_what_was_predicted(weight, us):
 def test_many_rows_are_multiplied_by_the_dequantised_weight_and_few_are_not(weight):
     assert plan.chosen(_dims(*weight, 4), ARCH, _clusters)[0] is not None
     assert plan.chosen(_dims(*weight, 4096), ARCH, _clusters)[0] is None
+
+
+# Clusters of 1 to 8 CTAs that an H200 runs at once, with one and two CTAs on a multiprocessor.
+_H200 = (132, 66, 39, 30, 22, 17, 15, 15), (264, 132, 79, 62, 47, 39, 32, 30)
+
+
+@pytest.mark.parametrize(
+    ("weight", "tokens", "bits", "kernel"),
+    [
+        (_BIG, 16, 40, "rows"), (_TALL, 16, 39, "rows"), (_BIG, 32, 40, "wide"), (_TALL, 32, 40, "rows"),
+        (_BIG, 32, 39, "wide"), (_BIG, 64, 80, "wide"), (_TALL, 64, 40, "wide"), (_TALL, 128, 80, "wide"),
+        ((28_672, 4096), 32, 40, "rows"),
+    ],
+)  # fmt: skip
+def test_the_faster_kernel_is_taken(weight, tokens, bits, kernel):
+    """As measured on an H200."""
+    shape, _ = plan.chosen(_dims(*weight, tokens, bits), ARCH, lambda parts, on_one: _H200[on_one - 1][parts - 1])
+    assert kernel == ("wide" if shape.wide else "rows")
 
 
 def test_the_chosen_form_takes_least_time_by_the_model():
@@ -122,7 +148,14 @@ def _launched(tokens, rows=4096, columns=4096, offset=0):
 
 @pytest.mark.parametrize(
     "tokens, kernel",
-    [(1, "packed_row"), (2, "packed_rows"), (32, "packed_wide"), (65, "packed_wide"), (2000, "packed_weight")],
+    [
+        (1, "packed_row"),
+        (2, "packed_rows"),
+        (32, "packed_rows"),
+        (48, "packed_wide"),
+        (65, "packed_wide"),
+        (2000, "packed_weight"),
+    ],
 )
 def test_each_number_of_rows_has_its_kernel(tokens, kernel):
     ((name, grid, cluster),) = _launched(tokens)

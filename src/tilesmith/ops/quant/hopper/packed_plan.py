@@ -22,8 +22,8 @@ LINE = 80  # bytes from the sums of a row of x to those of the next
 SYSTEM_SMEM = 1024  # bytes that the driver adds to each CTA
 WHOLE_SMEM = 228 * 1024  # bytes of a multiprocessor
 
-# The model, in cycles. Facts of Hopper but for FIXED, START, SUM and MIXED, which times of an H200 gave
-# (docs/log/adaptive-precision.md).
+# The model, in cycles. Facts of Hopper but for FIXED, START, SUM, MIXED, LOCKSTEP, ALONE and X_ROW, which times of an
+# H200 gave (docs/log/adaptive-precision.md).
 CLOCK = 1.75e9
 READ = 0.85  # of the memory's bandwidth that reads reach
 WRITE = 0.6  # and the dequantising kernel, which writes four bytes for each that it reads
@@ -37,8 +37,10 @@ FIXED = 7700  # of a launch, with what ends it
 START = 2000  # of a CTA until codes are on their way: its tables, which wait for each other
 SUM = 1400  # of the exchange of sums
 MIXED = 8000  # of a pass over a weight of several widths, whose first loads wait one after another
-ALONE = 2  # between two instructions of a warp that has its scheduler alone
-WGMMA = 100  # of a warpgroup's products beside those that its tensor cores take
+WGMMA_FLOPS = 4096  # of a multiprocessor in a cycle
+LOCKSTEP = 1.5  # of packed_wide's instructions, which all warps issue at the same time, none during products
+ALONE = 5  # between two instructions of one of packed_wide's warps
+X_ROW = 2  # to copy a group's 128 bytes of a row of x to shared memory, 4 bytes a thread
 
 
 class RowsShape(NamedTuple):
@@ -94,38 +96,41 @@ def per_multiprocessor(rows: int, span: int, num_warps: int, wide: bool = False)
     return min(WARPS // num_warps, WHOLE_SMEM // smem_of(rows, span, num_warps, wide))
 
 
-def _tile(rows: int, bits: float) -> float:
-    """Cycles that a multiprocessor takes for a tile: to issue its instructions, which were counted in the machine code
-    (those of more than 4 bits in times), and to read x from shared memory. Measured, one does not hide the other: all
-    warps are at the same point of their loops."""
+def _tile(rows: int, bits: float) -> tuple[float, float]:
+    """Cycles that a tile takes of a scheduler, to issue its instructions, which were counted in the machine code (those
+    of more than 4 bits in times), and of shared memory, to read x. Measured, one does not hide the other: all warps are
+    at the same point of their loops."""
     wide, eights = max(0.0, bits - 4), rows // 8
     slots = 50 + 24 * wide + (19.5 + wide) * eights
-    products = MMA * eights * (4 + wide)
-    return max(slots, products) / SCHEDULERS + 8 + eights * (1024 / SMEM_BYTES + 1)
+    return max(slots, MMA * eights * (4 + wide)), 8 + eights * (1024 / SMEM_BYTES + 1)
 
 
 def _wide_pass(shape: RowsShape, span: int, bits: float, on_one: int) -> float:
-    """Cycles that a multiprocessor takes for all strips that packed_wide has there at a time: the most of what
-    instructions and products take together, of a single warp's, whose tiles wait one for another, and of reads from the
-    L2 cache. Instructions hide behind products or these behind those, but for the first of each AHEAD groups, for which
-    all warps wait. Counted in the machine code, not yet fitted to times."""
-    warps, turns = on_one * shape.num_warps, -(-span // AHEAD)
-    slots = 160 + 16 * max(0.0, bits - 4) + 1.75 * shape.rows / shape.num_warps
-    products = max(32, shape.rows) * 2048 / (TENSOR / 132 / CLOCK)
-    issued = slots / SCHEDULERS
-    together = warps * (span * max(issued, products) + turns * min(issued, products))
-    alone = span * (ALONE * slots + SCHEDULERS * products + WGMMA)
-    from_l2 = (warps * span * (128 * bits + 64) + on_one * span * 128 * shape.rows) / L2_BYTES
+    """Cycles that a multiprocessor takes for all strips that packed_wide has there at a time: the most of what all
+    warps' instructions and products take one after the other, with the copies of x, of one warp's, and of reads from
+    the L2 cache. A CTA's warps wait for each other every AHEAD groups, so that tensor cores rest while they unpack.
+    Those that have no strip multiply zeros, as the others of their warpgroup do weights."""
+    warps = on_one * shape.num_warps
+    slots = 160 + 16 * max(0.0, bits - 4)
+    products = shape.rows * 2048 / WGMMA_FLOPS
+    copies = X_ROW * shape.rows
+    together = warps * (LOCKSTEP * slots / SCHEDULERS + products) + on_one * copies
+    alone = ALONE * slots + shape.num_warps * products + copies
+    from_l2 = (warps * (128 * bits + 64) + on_one * 128 * shape.rows) / L2_BYTES
     exchange = warps * 64 * shape.rows / L2_BYTES
-    return max(together, alone, from_l2) + LATENCY + exchange
+    return span * max(together, alone, from_l2) + LATENCY + exchange
 
 
 def _rows_pass(shape: RowsShape, span: int, bits: float, on_one: int) -> float:
-    """The same of packed_rows; tiles of a warp come a batch at a time."""
+    """The same of packed_rows; tiles of a warp come a batch at a time. A warp keeps its scheduler: that with most warps
+    ends last."""
     batch = BATCH_OF[shape.rows] if bits <= 4 else BATCH_OF[shape.rows] / 2
     turns = -(-span // (2 * batch)) * 2
-    tiles = turns * batch * shape.strips * on_one
-    return max(tiles * (128 * bits + 64) / L2_BYTES, tiles * _tile(shape.rows, bits), turns * LATENCY)
+    tiles = turns * batch * on_one  # of a warp of each CTA
+    slots, from_shared = _tile(shape.rows, bits)
+    from_l2 = tiles * shape.strips * (128 * bits + 64) / L2_BYTES
+    work = tiles * (-(-shape.strips // SCHEDULERS) * slots + shape.strips * from_shared)
+    return max(from_l2, work, turns * LATENCY)
 
 
 def time_of(shape: RowsShape, dims: dict[str, int], arch: Any, clusters: int) -> float:
