@@ -193,12 +193,15 @@ def test_dropout_under_a_window_is_that_of_the_gradients(mode, monkeypatch):
 
 @pytest.mark.parametrize("tokens, heads, most", [(1 << 16, 16, [2, 3]), (1 << 16, 64, [5, 4]), (1 << 20, 16, [6, 6])])
 def test_packed_documents_are_few_calls(tokens, heads, most):
-    """By the model of two H200s. Without gaps 65,536 tokens take 6 and 5 calls, and 2^20 tokens 6 and 7; where runs of
-    queries without keys would take the device longer than calls of their own, they are not passed over."""
+    """By the model of two H200s, where blocks of one width cut them. Without gaps 65,536 tokens take 6 and 5 calls, and
+    2^20 tokens 6 and 7; where runs of queries without keys would take the device longer than calls of their own, they
+    are not passed over. Divided by documents a rank has two calls, or one where none is cut."""
     problem = Problem("packed", tokens, heads, heads, lengths=documents_of(tokens))
-    asked = cost.Problem(problem.layout(2), problem.starts, CAUSAL, 1, heads, heads, 128)
-    plan = cost.planned(asked, cost.MACHINES["sm90"], 1, False)
-    assert [sum(len(stage.calls[r]) for stage in plan.stages) for r in range(2)] == most
+    blocks = Layout._blocks(problem.starts, 2, tokens)
+    for layout, count in ((blocks, most), (problem.layout(2), [1, 1] if tokens == 1 << 20 else [2, 2])):
+        asked = cost.Problem(layout, problem.starts, CAUSAL, 1, heads, heads, 128)
+        plan = cost.planned(asked, cost.MACHINES["sm90"], 1, False)
+        assert [sum(len(stage.calls[r]) for stage in plan.stages) for r in range(2)] == count
 
 
 @pytest.mark.parametrize("window, first", [(127, (0, 32768)), (4095, (4096, 28672))])

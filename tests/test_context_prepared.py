@@ -273,7 +273,8 @@ def test_a_signature_is_the_json_of_its_names():
 def test_places_in_shared_memory(starts, mask, degree):
     """What ranks copy into and out of symmetric memory is what parcels bring; also for ranks without a token."""
     size = 4
-    layout = Layout.contiguous(96, size) if mask.left < 10 else Layout.balanced(starts, size, 96)
+    # blocks of documents: some of the tokens that others read have others between them
+    layout = Layout.contiguous(96, size) if mask.left < 10 else Layout._blocks(starts, size, 96)
     plan, ring = schedule(layout, starts, mask, degree, False, 4, 4), LocalRing(size)
     lists = [stage.transfers for stage in plan.stages[1:]]
     lists += [moves.back for moves in lists]
@@ -324,7 +325,8 @@ def test_places_in_shared_memory(starts, mask, degree):
 def test_a_stage_is_tiled_where_each_key_is_in_one_call(size, steps):
     found = set()
     for starts in ((0, 64), (0, 30, 34, 64), (0, 3, 29, 40, 64), (0, 9, 18, 27, 36, 45, 64)):
-        for layout in (Layout.zigzag(64, size), Layout.contiguous(64, size), Layout.balanced(starts, size)):
+        documents = Layout.balanced(starts, size), Layout._blocks(starts, size, 64)
+        for layout in (Layout.zigzag(64, size), Layout.contiguous(64, size), *documents):
             for sight in (Sight(right=0), Sight(), Sight(5, 0)):
                 for stage in schedule(layout, starts, sight, 1, steps, 1, 1).stages[1:]:
                     for r in range(size):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tilesmith.precision import FP8Config, FP8LinearLayer, convert_model_to_fp8, revert_model_from_fp8
-from tilesmith.precision.siblings import FP8Siblings
+from tilesmith.precision.siblings import TOGETHER, FP8Siblings
 
 X = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
 
@@ -77,6 +77,39 @@ def test_outputs_may_be_written_into():
     before = k.clone(), v.clone()
     q.mul_(2).sum().backward()
     assert torch.equal(k, before[0]) and torch.equal(v, before[1]) and model.q.weight.grad is not None
+
+
+class Rotary(Heads):
+    """As attention of transformers: q and k become other tensors."""
+
+    def forward(self, x, position_embeddings=None):
+        return self.q(x) * 2, self.k(x) * 2, self.v(x)
+
+
+class NormedRotary(Rotary):
+    def __init__(self):
+        super().__init__()
+        self.q_norm = nn.LayerNorm(64)
+
+
+@pytest.mark.parametrize(("kind", "alone"), [(Heads, False), (Rotary, True), (NormedRotary, False)])
+def test_v_does_not_keep_the_memory_of_q_and_k_that_were_rotated(kind, alone):
+    model = convert_model_to_fp8(kind(), FP8Config(recipe="delayed", min_features=48, min_tokens=1)).train()
+    v = model(X)[2]
+    assert v.is_contiguous() == alone
+    assert v.untyped_storage().nbytes() == (v.nbytes if alone else v.nbytes * (64 + 32 + 16) // 16)
+    shared = copy.deepcopy(model)
+    shared.get_submodule(TOGETHER).alone = False
+    assert all(torch.equal(a, b) for a, b in zip(_flat_grads(model), _flat_grads(shared), strict=True))
+    model(X)[2].add_(1).sum().backward()  # its own memory or not, it may be written into
+
+
+def _flat_grads(model):
+    x = X.clone().requires_grad_()
+    out = model(x)
+    return *out, *torch.autograd.grad(
+        sum((y * y).sum() for y in out), [x, model.q.weight, model.k.weight, model.v.weight]
+    )
 
 
 def test_narrow_layers_are_converted_as_a_part_and_not_alone():

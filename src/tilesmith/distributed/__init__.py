@@ -21,7 +21,7 @@ _HOMES = {
     "Layout": "tilesmith.distributed.layout",
     "LocalRing": "tilesmith.distributed.ring",
     "ProcessGroupRing": "tilesmith.distributed.ring",
-    "Ring": "tilesmith.distributed.ring",
+    "Ring": "tilesmith.distributed.protocol",
     "RingError": "tilesmith.distributed.lost",
     "SharedSequence": "tilesmith.distributed.sequence",
 }

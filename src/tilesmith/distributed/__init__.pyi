@@ -10,7 +10,7 @@ from tilesmith.distributed.experts import expert_parallel as expert_parallel
 from tilesmith.distributed.explanation import explain_context_parallel as explain_context_parallel
 from tilesmith.distributed.layout import Layout as Layout
 from tilesmith.distributed.lost import RingError as RingError
+from tilesmith.distributed.protocol import Ring as Ring
 from tilesmith.distributed.ring import LocalRing as LocalRing
 from tilesmith.distributed.ring import ProcessGroupRing as ProcessGroupRing
-from tilesmith.distributed.ring import Ring as Ring
 from tilesmith.distributed.sequence import SharedSequence as SharedSequence

@@ -20,7 +20,8 @@ from tilesmith.distributed.execution import backward, forward
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.prepared import Asked, prepared, terms_of
-from tilesmith.distributed.ring import Parcel, ProcessGroupRing, Ring
+from tilesmith.distributed.protocol import Parcel, Ring
+from tilesmith.distributed.ring import ProcessGroupRing
 from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.travel import Work
 from tilesmith.engine.argument_checks import number

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilesmith import ops
 from tilesmith.distributed.layout import Layout, boundaries
 from tilesmith.distributed.pieces import FAR, Sight
-from tilesmith.distributed.ring import Ring
+from tilesmith.distributed.protocol import Ring
 from tilesmith.engine.argument_checks import tensor
 from tilesmith.engine.arguments import dtype_name, shown
 from tilesmith.engine.torch_private import any_autocast

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from tilesmith.distributed.lost import RingError
+from tilesmith.distributed.protocol import Ring
 from tilesmith.distributed.signature import Signature
-
-if TYPE_CHECKING:
-    from tilesmith.distributed.ring import Ring
 
 _MOST = 800  # letters of a text for other ranks: JSON takes at most two bytes for each
 

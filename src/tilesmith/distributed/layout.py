@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import index
 
 import torch
 from torch import Tensor
 
+from tilesmith.distributed import documents
+from tilesmith.distributed.ranges import Range, causal_pairs, joined, length, offsets
 from tilesmith.engine.argument_checks import size as checked_size
 
-Range = tuple[int, int]  # first token, and the one behind the last
 _LOADS = (1, 2, 4, 8, 16, 32)  # blocks of a rank that `Layout.balanced` tries
 _EVEN = 1.03  # load of the busiest rank over the mean at which it looks no further
+_MOST = 1.1  # the most that it may be, whatever is spared: with more heads calls and transfers weigh less
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,28 @@ class Layout:
         """Equal numbers of tokens and about equal causal work on each rank, for documents that lie one after another.
 
         cu_seqlens: [N + 1] starts of the documents and the end of the last. tokens: of the sequence, the end of the
-        last document if None. The sequence is cut into blocks, which go in descending order of work to the rank with
-        the least so far (longest processing time first); with as few blocks as leave the busiest rank within 3 % of the
-        mean, since each block of a document costs a call of the kernel.
+        last document if None. Documents stay whole where they can, since what is cut must travel between ranks
+        (`documents`). Where blocks of the sequence are less work, `documents.Work`, each rank has some of these. The
+        busiest rank has at most 10 % above the mean, or no more than with blocks.
         """
         starts = boundaries(cu_seqlens)
         tokens = starts[-1] if tokens is None else checked_size("Layout.balanced", "tokens", tokens, starts[-1])
         checked_size("Layout.balanced", "size", size)
+        blocks = cls._blocks(starts, size, tokens)
+        best, least = None, documents.work(starts, blocks.ranges)
+        mean = causal_pairs(starts, (0, tokens)) / size
+        even, most = (1 + documents.EVEN) * mean, max(_MOST * mean, least.pairs)
+        able = documents.by_documents(starts, size, tokens)
+        while (least.moved or least.pairs > even) and (ranges := next(able, None)) is not None:
+            found = documents.work(starts, ranges)
+            if found.total < least.total and found.pairs <= most:
+                best, least = ranges, found
+        return blocks if best is None else cls(tokens, best, -(-tokens // size))
+
+    @classmethod
+    def _blocks(cls, starts: Sequence[int], size: int, tokens: int) -> Layout:
+        """The sequence cut into blocks of one width, which go in descending order of work to the rank with the least so
+        far (longest processing time first): as few blocks as leave the busiest rank within 3 % of the mean."""
         best = None
         for count in _LOADS:
             if best is not None and count * size > max(tokens, 1):
@@ -168,29 +184,6 @@ class Layout:
         return torch.cat([x for _, x in sorted(parts, key=lambda part: part[0])], dim)
 
 
-def joined(spans: Iterable[Range]) -> tuple[Range, ...]:
-    """Ascending spans, with those that touch or overlap made one and empty ones left out."""
-    found: list[Range] = []
-    for start, stop in spans:
-        if stop <= start:
-            continue
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
-def length(ranges: Iterable[Range]) -> int:
-    """Tokens in all ranges."""
-    return sum(stop - start for start, stop in ranges)
-
-
-def offsets(ranges: Sequence[Range]) -> list[int]:
-    """Where each range begins when they lie one after another."""
-    return list(accumulate((stop - start for start, stop in ranges), initial=0))[:-1]
-
-
 def boundaries(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
     """cu_seqlens as Python ints. Raises TypeError for other numbers, ValueError unless they ascend from 0."""
     given = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
@@ -201,19 +194,6 @@ def boundaries(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
     if len(values) < 2 or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         raise ValueError(f"cu_seqlens must hold documents + 1 >= 2 ascending numbers from 0, got {values[:8]}")
     return tuple(values)
-
-
-def causal_pairs(starts: Sequence[int], span: Range) -> int:
-    """Pairs of a query in `span` and a key that it sees, where each document sees itself causally."""
-    found = 0
-    for i in range(max(0, bisect_right(starts, span[0]) - 1), len(starts) - 1):
-        begin, end = starts[i], starts[i + 1]
-        if begin >= span[1]:
-            break
-        first, last = max(begin, span[0]), min(end, span[1])
-        if first < last:
-            found += (last - first) * (first - begin + last - begin + 1) // 2
-    return found
 
 
 def _longest_first(loads: Sequence[int], size: int) -> list[list[int]]:

@@ -22,7 +22,7 @@ from tilesmith.distributed.comparison import compare
 from tilesmith.distributed.kernels import KERNELS, Kernel, Terms
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.parts import HeadPart, head_parts
-from tilesmith.distributed.ring import Ring
+from tilesmith.distributed.protocol import Ring
 from tilesmith.distributed.schedule import Schedule
 from tilesmith.distributed.signature import Facts
 from tilesmith.engine.argument_checks import choice, flag, probability

@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: the `Ring` protocol, over torch.distributed or within one process."""
+"""Rings: how tensors travel between ranks of torch.distributed, or within one process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilesmith.distributed.comparison import compare, nothing, refusal, refused
 from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.peer_memory import Arrival, CannotShare, Kind, PeerMemory
+from tilesmith.distributed.protocol import Parcel
 from tilesmith.distributed.schedule import Moves
 from tilesmith.distributed.signature import Signature, Signed
 from tilesmith.distributed.transport import SYMMETRIC, Transport, asked_for, choose, peers_of
@@ -30,43 +30,6 @@ from tilesmith.engine.torch_private import sleep
 
 Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
 log = logging.getLogger("tilesmith")
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A tensor on its way. give: on the rank `source`, any strides; take: on the rank `target`, contiguous, the same
-    shape. None where the other side is elsewhere."""
-
-    source: int
-    target: int
-    give: Tensor | None
-    take: Tensor | None
-
-
-class Ring(Protocol):
-    """Transport between `size` ranks, of which `ranks` live in this process.
-
-    Parcels between two ranks arrive in the order in which both post them.
-    """
-
-    size: int
-    ranks: tuple[int, ...]
-
-    def post(self, parcels: Sequence[Parcel], step: str) -> Any:
-        """Begin to move parcels that this process sends or receives; what `wait` takes."""
-
-    def wait(self, posted: Any) -> None:
-        """Let what this process computes next come after the parcels' arrival. Raises RingError."""
-
-    def agree(self, signatures: Mapping[int, Signature], step: str) -> None:
-        """Compare signatures of all ranks. Raises ValueError naming ranks and the first name that differs, on all; for
-        a signature that is a `refusal`, what it says.
-
-        A ring may also have `ask`, of the same arguments, which begins this and gives back a function that ends it.
-        This process then works on its own tokens meanwhile, and posts nothing. And it may have `begin`, of transfers
-        between all ranks and their tensors, in place of `post` where it returns something, a function that posts them;
-        and `reserve`, memory from which the next of these sends.
-        """
 
 
 class LocalRing:

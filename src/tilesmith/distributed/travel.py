@@ -13,7 +13,7 @@ from tilesmith.distributed.comparison import Answer
 from tilesmith.distributed.kernels import Kernel, Terms
 from tilesmith.distributed.parts import HeadPart
 from tilesmith.distributed.pieces import Call
-from tilesmith.distributed.ring import Parcel, Ring
+from tilesmith.distributed.protocol import Parcel, Ring
 from tilesmith.distributed.schedule import Moves, Schedule, Stage, Transfer
 from tilesmith.distributed.tokens import by_head, by_token, run
 

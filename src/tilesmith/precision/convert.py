@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -314,7 +315,7 @@ def _fuse(model: nn.Module, config: FP8Config, relay: Relay) -> list[Row]:
     for fqn, module in list(model.named_modules()):
         layers = _siblings(module)
         if layers:
-            together = FP8Siblings(config, list(layers.values()))
+            together = FP8Siblings(config, list(layers.values()), _rotates(module, layers))
             module.add_module(TOGETHER, together.train(module.training))
             told = f"{', '.join(layers)} as one product, in eager training"
             rows.append(Row(fqn, type(module).__name__, "fp8", "replaced", ("scaled_matmul",), told))
@@ -326,6 +327,13 @@ def _siblings(module: nn.Module) -> dict[str, nn.Linear]:
     layers = _of_one_input(module, FP8LinearLayer)
     kinds = {(x.in_features, x.weight.dtype, x.weight.device, x.bias is None) for x in layers.values()}
     return layers if len(kinds) == 1 and not any(layer.fused for layer in layers.values()) else {}
+
+
+def _rotates(module: nn.Module, layers: Collection[str]) -> bool:
+    """Whether the module is an attention that makes other tensors of q and k and does not read these in its backward:
+    transformers' rotary ones, but not those with norms of q and k."""
+    rotary = "position_embeddings" in inspect.signature(original_class(type(module)).forward).parameters
+    return rotary and len(layers) == 3 and not any("norm" in name for name, _ in module.named_children())
 
 
 def _outputs_together(model: nn.Module) -> dict[int, int]:

@@ -215,18 +215,21 @@ class _Blockwise(torch.autograd.Function):
 
 def together(
     x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...], given: Cast, cast: Cast, plan: Plan,
-    dtype: torch.dtype, gradient: Gradient,
+    dtype: torch.dtype, gradient: Gradient, alone: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What several layers compute of x in `dtype`, each as `linear` does, by one scale a tensor. biases: of each layer,
-    or none. cast: of the weights one on top of the other. The results share memory, but no element of it."""
-    return _Together.apply(x, len(weights), plan, dtype, *given[:2], *cast[:3], *gradient, *weights, *biases)
+    or none. cast: of the weights one on top of the other. The results share memory, but no element of it; with `alone`
+    the last has its own, so that it does not keep that of the others."""
+    how = len(weights), alone
+    return _Together.apply(x, how, plan, dtype, *given[:2], *cast[:3], *gradient, *weights, *biases)
 
 
 class _Together(torch.autograd.Function):
     """Gradients of several outputs are cast as one; an output that has none counts as zeros."""
 
     @staticmethod
-    def forward(ctx, x, count, plan, dtype, x8, x_factor, w8, w_factor, w8_t, bound, amax, *parameters):
+    def forward(ctx, x, how, plan, dtype, x8, x_factor, w8, w_factor, w8_t, bound, amax, *parameters):
+        count, alone = how
         weights, biases = parameters[:count], parameters[count:]
         bias = torch.cat([b.to(dtype) for b in biases]) if biases else None
         y = ops.scaled_matmul(x8.reshape(-1, x.shape[-1]), w8, x_factor, w_factor, bias, NAMES[dtype], True)
@@ -235,7 +238,8 @@ class _Together(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.gradient, ctx.shape, ctx.sizes = plan, (bound, amax), x.shape, [w.shape[0] for w in weights]
         ctx.dtypes = x.dtype, *(p.dtype for p in parameters)
-        return parts_of(_shaped(y, x), ctx.sizes)
+        parts = parts_of(_shaped(y, x), ctx.sizes)
+        return (*parts[:-1], parts[-1].clone(memory_format=torch.contiguous_format)) if alone else parts
 
     @staticmethod
     @once_differentiable

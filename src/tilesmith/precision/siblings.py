@@ -23,11 +23,14 @@ class FP8Siblings(CastsWeights, Siblings):
 
     They share the scales of their input and of their gradients, and their weights are cast as one. Compiled code calls
     the layers one by one, and so does code that gives them different tensors.
+
+    alone: the last output gets memory of its own, a copy: for attention that rotates q and k to new tensors, of which v
+    would keep the whole product until the backward.
     """
 
-    def __init__(self, config: FP8Config, layers: Sequence[FP8LinearLayer]):
+    def __init__(self, config: FP8Config, layers: Sequence[FP8LinearLayer], alone: bool = False):
         super().__init__()
-        self.config, self.asked = config, {}
+        self.config, self.alone, self.asked = config, alone, {}
         self.plan = Plan(config.recipe, config.forward_format.value, config.backward_format.value)
         self.used = False  # whether it computed last; else the layers did, and keep the casts
         object.__setattr__(self, "layers", tuple(layers))  # they are children of the module above
@@ -70,7 +73,8 @@ class FP8Siblings(CastsWeights, Siblings):
         delayed = self.plan.recipe == "delayed"
         given = first.input_cast(x, delayed, weights[0].requires_grad)
         gradient = products.Gradient(first.grad_scaling.known(delayed), first.grad_scaling.noted(True))
-        return products.together(x, weights, biases, given, self.weight_cast(), self.plan, output_dtype(x), gradient)
+        how = self.plan, output_dtype(x), gradient, self.alone
+        return products.together(x, weights, biases, given, self.weight_cast(), *how)
 
     def __getstate__(self) -> dict[str, Any]:
         # what an exception left behind may be no leaf, which is not copied
