@@ -1,10 +1,10 @@
-"""Products with packed weights of mixed widths on Hopper: of one row by packed_row, of a few by packed_rows, of many
-with the dequantised weight.
+"""Products with packed weights of mixed widths on Hopper: of one row by packed_row, of a few by packed_rows, of tens by
+packed_wide, of many with the dequantised weight.
 
 A warp takes a tile at a time: 16 outputs by 64 inputs are four products of 16 x 8 x 16. Its codes are operands as they
 are unpacked: a field is the mantissa of a 16-bit number, a shift and one logic operation for two of them. So a product
 is of x and the codes plus a constant, which is subtracted, with the zeros, times the sum of x, itself a product with
-ones. Scales are multiplied in fp32, once for 64 inputs.
+ones. Scales are multiplied in fp32, once for 64 inputs. packed_wide makes weights of the codes, and no constant stays.
 """
 
 from functools import lru_cache, partial
@@ -22,6 +22,7 @@ from tilesmith.ops.quant.hopper.packed import StripConfig, scale_refused, unpack
 from tilesmith.ops.quant.hopper.packed_plan import LinearConfig, RowsShape, chosen, shape_of
 from tilesmith.ops.quant.hopper.packed_row import row_product, warps_of_row
 from tilesmith.ops.quant.hopper.packed_rows import rows_product
+from tilesmith.ops.quant.hopper.packed_wide import wide_product
 from tilesmith.ops.quant.packed_reference import WORDS_PER_BIT, row_count
 
 
@@ -41,7 +42,7 @@ def _default(dims: dict[str, int], arch: Any, dtype: Any) -> LinearConfig:
     shape = _chosen(*dims.values(), arch)[0] if dims["tokens"] * dims["strips"] * dims["groups"] else None
     if shape is None:
         return LinearConfig(*warps_of_strip(dims, arch, dtype))
-    return LinearConfig(shape.num_warps, shape.rows, shape.parts)
+    return LinearConfig(shape.num_warps, shape.rows, shape.parts, shape.wide)
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +60,12 @@ def _shape_of(config: LinearConfig, tokens: int, strips: int, groups: int, arch:
 LINEAR_SPACE = Space(
     default=_default,
     dims=_dims,
-    choices={"num_warps": (4, 8, 16), "rows": (0, 8, 16, 32), "parts": (1, 2, 4, 7)},
+    choices={
+        "num_warps": (4, 8, 16),
+        "rows": (0, 8, 16, 32, 64, 128),
+        "parts": (1, 2, 4, 7, 8),
+        "wide": (False, True),
+    },
 )
 
 
@@ -81,7 +87,7 @@ def _tells(
     if shape is None:
         return [f"{tokens} rows: the weight is dequantised, the product is the device library's"]
     return [
-        f"packed_rows_kernel: {tokens} rows on tensor cores, {shape.rows} of them in a CTA, "
+        f"packed_{'wide' if shape.wide else 'rows'}_kernel: {tokens} rows on tensor cores, {shape.rows} in a CTA, "
         f"the inputs divided among clusters of {shape.parts}, a strip for each of {shape.num_warps} warps"
     ]
 
@@ -128,5 +134,5 @@ def dequant_linear(
     if shape == BY_ROW:
         row_product(flat, packed, y, config.num_warps, arch.sms)
     else:
-        rows_product(flat, x_row, packed, y, shape)
+        (wide_product if shape.wide else rows_product)(flat, x_row, packed, y, shape)
     return y

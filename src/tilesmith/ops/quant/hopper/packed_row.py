@@ -17,6 +17,16 @@ from torch import Tensor
 from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait, launch_dependents, reserve_smem, syncthreads
 from tilesmith.engine import launch
 from tilesmith.ops.quant.hopper.packed import WIDTHS, among, magic
+from tilesmith.ops.quant.hopper.packed_ptx import (
+    copy_async,
+    load_4,
+    mma_of_warp,
+    of_lane,
+    store_2,
+    two_halves,
+    warp_number,
+    warp_sync,
+)
 
 BATCH = 4  # tiles that a warp loads at once; each of the four threads of a row loads the scale and zero of one
 CHUNK = 16  # tiles of a warp whose part of x is in shared memory at a time
@@ -24,28 +34,6 @@ RESIDENT = 32  # warps of a multiprocessor with 64 registers a thread
 MOST_STATIC = 48 * 1024  # bytes of shared memory that a kernel can declare
 WHOLE_SMEM = 228 * 1024  # of a multiprocessor
 SYSTEM_SMEM = 1024  # that the driver adds to each CTA
-
-
-@gluon.jit
-def warp_number():
-    """The number of a thread's warp, one for each warp; found anew each time, and not kept."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x; shr.u32 $0, $0, 5; // $1", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def copy_async(to, source, inside):
-    """cp.async of 16 bytes a thread where `inside`."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, $3, 0;
-        @p cp.async.ca.shared.global [$1], [$2], 16;
-        mov.b32 $0, $1;
-        }""",
-        "=r,r,l,r", [to, source, inside.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -59,66 +47,8 @@ def _wait(at):
 
 
 @gluon.jit
-def warp_sync(at):
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def of_lane(x, lane):
-    """What another lane of the warp has."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def load_4(at):
-    return gl.inline_asm_elementwise(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [at],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _load_1(at):
     return gl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=f,r", [at], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def store_2(at, a, b, where):
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.shared.v2.b32 [$1], {$2, $3}; mov.b32 $0, $1; }",
-        "=r,r,f,f,r", [at, a, b, where.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def two_halves(word):
-    """The two fp16 numbers of a word in fp32."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
-        "=f,=f,r", [word], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _product_of(kind):
-    return (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-
-
-@gluon.jit
-def mma_of_warp(a, b0, b1, c, dtype: gl.constexpr):
-    """c + a b of 16 x 8 x 16; a, c: four registers."""
-    ASM: gl.constexpr = _product_of("bf16" if dtype == gl.bfloat16 else "f16")
-    return gl.inline_asm_elementwise(
-        ASM, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit

@@ -14,20 +14,21 @@ from tilesmith.device.gluon.shim import gl, gluon, grid_dependency_wait, launch_
 from tilesmith.engine import launch
 from tilesmith.ops.quant.hopper.packed import WIDTHS, magic
 from tilesmith.ops.quant.hopper.packed_plan import BATCH_OF, HEAD, LINE, REGISTERS, RowsShape, room_of
-from tilesmith.ops.quant.hopper.packed_row import (
+from tilesmith.ops.quant.hopper.packed_ptx import (
     copy_async,
     load_4,
-    load_tile,
+    load_int,
     mma_of_warp,
     of_lane,
-    operand_of,
-    planes_of,
+    room_of_cta,
     store_2,
+    store_float,
     two_halves,
+    wait_for_copies,
     warp_number,
     warp_sync,
-    words_before,
 )
+from tilesmith.ops.quant.hopper.packed_row import load_tile, operand_of, planes_of, words_before
 
 SEARCHED = 8  # times 32 slots of a strip are searched at once
 
@@ -38,25 +39,6 @@ _SEARCHED, _HEAD, _LINE = gl.constexpr(SEARCHED), gl.constexpr(HEAD), gl.constex
 def batch_of(batch, width):
     """Tiles of a width that a warp loads at once, where it loads `batch` of up to 4 bits: half as many of more."""
     return batch if width <= 4 else batch // 2
-
-
-@gluon.jit
-def _room(BYTES: gl.constexpr):
-    """The address of BYTES of shared memory, Gluon's only allocation, of which static declarations could hold 48 KB."""
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    lines = gl.allocate_shared_memory(
-        gl.int32, [(BYTES + 4 * THREADS - 1) // (4 * THREADS), THREADS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    lines.index(0).store(gl.zeros([THREADS], gl.int32, LINE))
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, global_smem; // $1", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _load_int(at):
-    return gl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -72,13 +54,6 @@ def _store_int(at, x, where):
         "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, $1; }",
         "=r,r,r,r", [at, x, where.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def _store_float(at, x):
-    gl.inline_asm_elementwise(
-        "st.shared.b32 [$1], $2; mov.b32 $0, $1;", "=r,r,f", [at, x], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -118,18 +93,6 @@ def _warp_sum(x):
     return gl.inline_asm_elementwise(
         "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.constexpr_function
-def _barrier_of(threads):
-    return f"cp.async.wait_all; barrier.sync 1, {threads}; mov.b32 $0, $1;"
-
-
-@gluon.jit
-def _wait(at):
-    """Wait until what all threads of the CTA have copied is there."""
-    ASM: gl.constexpr = _barrier_of(32 * gl.num_warps())
-    gl.inline_asm_elementwise(ASM, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -252,9 +215,9 @@ def _add_tile(
 def _begin(fresh, place, totals, span, lane, N: gl.constexpr, dtype: gl.constexpr):
     """The first time, wait for x and add its groups up."""
     if fresh != 0:
-        _wait(totals)
+        wait_for_copies(totals)
         _add_inputs(place, totals, span, lane, N, dtype)
-        _wait(totals)
+        wait_for_copies(totals)
 
 
 @gluon.jit
@@ -263,10 +226,10 @@ def _load_batch(at, tables, found, first, end, lane, WIDTH: gl.constexpr, BATCH:
     zeros of rows g and g + 8 of tile t, with thread t. From `end` on the last is loaded again."""
     tiles = ()
     for b in gl.static_range(BATCH):
-        entry = _load_int(found + _HEAD + gl.minimum(first + b, end - 1) * 4)
+        entry = load_int(found + _HEAD + gl.minimum(first + b, end - 1) * 4)
         tiles += (load_tile(at + (entry & 0xFFFF) * (128 * WIDTH), lane, WIDTH),)
     which = gl.minimum(first + (lane & 3), end - 1)
-    place = tables[2] + (_load_int(found + _HEAD + which * 4) & 0xFFFF) * 32
+    place = tables[2] + (load_int(found + _HEAD + which * 4) & 0xFFFF) * 32
     scale_at, zero_at = tables[0] + place, tables[1] + place
     halves = _load_half(scale_at), _load_half(scale_at + 16), _load_half(zero_at), _load_half(zero_at + 16)
     warp_sync(found)  # ptxas moves no load across it
@@ -284,7 +247,7 @@ def _add_batch(
     scales = gl.where(inside, halves[0] | (halves[1] << 16), 0)
     pairs = scales, halves[2] | (halves[3] << 16)
     for b in gl.static_range(BATCH):
-        group = _load_int(found + _HEAD + gl.minimum(first + b, end - 1) * 4) >> 16
+        group = load_int(found + _HEAD + gl.minimum(first + b, end - 1) * 4) >> 16
         sums = _add_tile(sums, tiles[b], pairs, group, place, totals, lane, b, WIDTH, N, dtype)
     return sums
 
@@ -328,9 +291,9 @@ def _strip_sums(
         sums += (none,)
     low = fresh * 0
     for i in gl.static_range(5):
-        high = _load_int(found + 4 * i)
+        high = load_int(found + 4 * i)
         sums, fresh = _add_width(
-            sums, fresh, codes_at + _load_int(found + 20 + 4 * i), tables, found, low, high, place, totals, span, lane,
+            sums, fresh, codes_at + load_int(found + 20 + 4 * i), tables, found, low, high, place, totals, span, lane,
             WIDTHS[i], batch_of(BATCH, WIDTHS[i]), N, dtype,
         )  # fmt: skip
         low = high
@@ -338,16 +301,16 @@ def _strip_sums(
 
 
 @gluon.jit
-def _store_sums(to, sums, lane, N: gl.constexpr):
+def store_sums(to, sums, lane, N: gl.constexpr):
     """Store a warp's sums in shared memory, [N, 16], rows 80 bytes apart, so that no two threads meet in a bank."""
     for j in gl.static_range(N // 8):
         for i in gl.static_range(4):
             token = 8 * j + (lane & 3) * 2 + i % 2
-            _store_float(to + token * _LINE + ((lane >> 2) + i // 2 * 8) * 4, sums[4 * j + i])
+            store_float(to + token * _LINE + ((lane >> 2) + i // 2 * 8) * 4, sums[4 * j + i])
 
 
 @gluon.jit
-def _add_parts(
+def add_parts(
     y_ptr, base, part, first_strip, strips, first_token, num_tokens, num_rows, thread,
     N: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -383,7 +346,7 @@ def _together_of(parts, threads):
 
 
 @gluon.jit
-def _together(at, PARTS: gl.constexpr):
+def together(at, PARTS: gl.constexpr):
     """Wait until all threads of the cluster are here, and see what they have stored."""
     ASM: gl.constexpr = _together_of(PARTS, 32 * gl.num_warps())
     gl.inline_asm_elementwise(ASM, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
@@ -405,7 +368,7 @@ def packed_rows_kernel(
     SUMS: gl.constexpr = N * _LINE
     FOUND: gl.constexpr = _HEAD + SPAN * 4
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    base = _room(X + TOTALS + W * (SUMS + FOUND))
+    base = room_of_cta(X + TOTALS + W * (SUMS + FOUND))
     warp = warp_number()
     thread = gl.arange(0, 32 * W, LANES)
     lane = thread & 31
@@ -417,7 +380,7 @@ def packed_rows_kernel(
     span = gl.maximum(gl.minimum(span, num_groups - first), 0)
     launch_dependents()
     grid_dependency_wait()
-    _wait(base)  # the zeros that Gluon stored
+    wait_for_copies(base)  # the zeros that Gluon stored
     _copy_inputs(base, x_ptr, x_row, first_token, num_tokens, first, span, thread, N)
     place = base + (lane >> 2) * 128 + ((lane & 3) * 2 ^ (lane >> 2 & 1)) * 16
     totals = base + X
@@ -435,10 +398,10 @@ def packed_rows_kernel(
         )  # fmt: skip
         _begin(fresh, place, totals, span, lane, N, dtype)
         fresh = fresh * 0
-        _store_sums(all_sums + warp * SUMS, sums, lane, N)
-        _together(all_sums, PARTS)
-        _add_parts(y_ptr, all_sums, part, first_strip, strips, first_token, num_tokens, num_rows, thread, N, PARTS)
-        _together(all_sums, PARTS)
+        store_sums(all_sums + warp * SUMS, sums, lane, N)
+        together(all_sums, PARTS)
+        add_parts(y_ptr, all_sums, part, first_strip, strips, first_token, num_tokens, num_rows, thread, N, PARTS)
+        together(all_sums, PARTS)
 
 
 def rows_product(x: Tensor, x_row: int, packed: tuple[Tensor, ...], y: Tensor, shape: RowsShape) -> None:
