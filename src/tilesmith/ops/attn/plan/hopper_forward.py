@@ -13,6 +13,7 @@ from tilesmith.ops.attn.plan.joined import joined_values, joins, key_parts, valu
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
+    APART_TILES,
     FORWARD_L2,
     FORWARD_TILES,
     STREAM_K_L2,
@@ -147,7 +148,9 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
 def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
     """The tiles whose times are known, among which a model chooses where a configuration leaves them open."""
     made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
-    if made == 80 and joins(s.value_dim) and s.value_dim <= 72 and not s.softcap:  # a softcap spills in 192 x 128
+    if made in APART_TILES and not joins(s.value_dim):
+        return APART_TILES[made]
+    if made == 80 and s.value_dim <= 72 and not s.softcap:  # a softcap spills in 192 x 128
         made = 72
     return FORWARD_TILES[made if made <= 128 else 256]
 
@@ -309,7 +312,7 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         shape = consumers * (division.ctas + tiles - division.undivided), 64 * (value_wide + 2)
         scratch.append(Buffer("stream_k_parts", shape, "float32"))
         steps.append(_stream_k(call))
-    reasons += [_walk_reason(together, s, alike), division.reason, why, *_tile_reasons(steps, config)]
+    reasons += [_walk_reason(together, s, alike), division.reason, why, *_tile_reasons(s, steps, config)]
     reasons += ["out in fp32 is stored from registers"] if s.out_fp32 else []
     return Plan(
         "attention", "hopper", tuple(steps), (64 * config.consumers, config.block_n), config.stages, config.consumers,
@@ -421,7 +424,7 @@ def _walk_reason(together: int, s: Shape, alike: bool) -> str:
     return f"sections of {together} of {s.rows} heads, whose keys and values fit the L2 cache; the longest tiles first"
 
 
-def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
+def _tile_reasons(s: Shape, steps: list[Step], config: HopperConfig) -> list[str]:
     main = next((step for step in steps if step.kernel == "attention_fwd_kernel"), steps[-1])
     reasons = [f"tiles of {64 * config.consumers} queries and {config.block_n} keys, {config.stages} in flight"]
     for wide, rest, what in (("D", "REST", "queries and keys"), ("DV", "V_REST", "values and results")):
@@ -434,7 +437,7 @@ def _tile_reasons(steps: list[Step], config: HopperConfig) -> list[str]:
     if "V_COLS" in main.constants:
         reasons.append(f"values of {main.constants['V_COLS']} columns as one product a step of 16 keys")
     elif "V_REST" in main.constants:
-        reasons.append("values as two products a step of 16 keys: " + why_apart())
+        reasons.append("values as two products a step of 16 keys: " + why_apart(s.value_dim))
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
     return reasons

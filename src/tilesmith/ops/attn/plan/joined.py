@@ -40,13 +40,20 @@ def _place_known() -> bool:
     return found is None or releases.tested(found)
 
 
+def _measured_slower(value_dim: int) -> bool:
+    """81 to 95 columns: in parts of 32 of which the last is not whole (88: 126 us joined, 115 apart)."""
+    return rest_columns(value_dim) == 32 and value_dim < 96
+
+
 def joins(value_dim: int) -> bool:
     """Whether products with values of a head dim are joined where they lie first in shared memory."""
-    return rest_columns(value_dim) > 0 and _place_known()
+    return rest_columns(value_dim) > 0 and not _measured_slower(value_dim) and _place_known()
 
 
-def why_apart() -> str:
+def why_apart(value_dim: int) -> str:
     """Why products with values of 65 to 96 columns are not joined."""
+    if _measured_slower(value_dim):
+        return f"joined ones of {value_dim} columns were measured to be slower"
     if not _place_known():
         return f"where Triton {releases.installed()} places values in shared memory was not tested"
     return "values are not the largest allocation of shared memory, which lies first"
