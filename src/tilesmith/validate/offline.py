@@ -98,9 +98,9 @@ class _Tap:
 
 
 def _misplaced(compiled: Any, arch: int) -> bool:
-    """Whether a kernel takes the start of shared memory for values that lie elsewhere (attention's `hopper.joined`)."""
+    """Whether a kernel takes the start of shared memory for its `v`, and that lies elsewhere (`hopper.joined`)."""
     takes_start = "global_smem; //" in compiled.asm["ptx"]
-    return takes_start and triton_private.shared_memory_offsets(compiled, arch)["v"] != 0
+    return takes_start and triton_private.shared_memory_offsets(compiled, arch).get("v", 0) != 0
 
 
 def main(families: str, backend: str, arch: str, warp: str, *more: str) -> int:
