@@ -23,7 +23,7 @@ from tilesmith.ops.attn.cases.attention import attend
 from tilesmith.validate.cases import outputs_and_gradients
 from tilesmith.validate.offline import _Tap
 
-PLAN = ("ops/attn/plan/hopper", "ops/attn/plan/smem", "ops/attn/plan/tables", "ops/attn/schedule")
+PLAN = tuple(f"ops/attn/{name}" for name in ("plan/hopper", "plan/joined", "plan/smem", "plan/tables", "schedule"))
 
 
 def _is_short(code) -> bool:

@@ -192,7 +192,7 @@ def test_explain_takes_shapes_and_values():
         (("explain", OP, "--shape", "nothing=3"), "takes gate, up"),
         (("explain", OP, "--set", "oops"), "--set must be NAME=VALUE"),
         (("explain", OP, "--case", "smal"), "swiglu has no case 'smal'. Did you mean 'small'?"),
-        (("explain", "attention", "--case", "zzz"), "d128_group_of_5_dropout and "),
+        (("explain", "attention", "--case", "zzz"), "d128_dropout_small and "),
         (("explain", OP, "--shape", "gate=3x5"), "up"),
         (("explain", OP, "--dtype", "float33"), "'float33' is not a dtype"),
         (

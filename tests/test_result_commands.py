@@ -48,9 +48,9 @@ def _programs(line):
 
 def _bench_takes(words, monkeypatch, tmp_path):
     """`tilesmith bench`: all of its checks, and nothing measured or written."""
-    measured = []
+    measured, found = [], {"subject": "x", "hardware": {"arch": "sm90"}, "rows": []}
     for name in ("_op", "_zoo", "_model", "_host"):
-        monkeypatch.setattr(bench, name, lambda *given: measured.append(given) or {"subject": "x", "rows": []})
+        monkeypatch.setattr(bench, name, lambda *given: measured.append(given) or found)
     monkeypatch.setattr(bench, "_check_results", lambda *given: None)
     monkeypatch.setattr("tilesmith.bench.document.save", lambda *given, **named: tmp_path)
     done = typer_testing.CliRunner().invoke(build(), [*words, "--json", "--out", str(tmp_path)])

@@ -123,6 +123,7 @@ CASES: dict[str, list[Case]] = {
         Case("64_rows", _linear(48, 640, EACH, 64), TEST),
         Case("many_rows", _linear(48, 640, EACH, 80), TEST),
         *(Case(f"{w}_bits_5_rows", _linear(21, 704, EVERY[w], 5), TEST, HALF) for w in WIDTHS),
+        *(Case(f"{w}_bits_8_rows", _linear(320, 1024, EVERY[w], 8), TEST | {"compile"}, HALF) for w in WIDTHS),
         Case("2_rows", _linear(300, 1088, MIXED, 2), TEST, HALF),
         Case("strided_rows", _linear(40, 960, EACH, 19, layout="strided"), TEST, HALF),
         Case("130_rows", _linear(333, 1088, EACH, 130), TEST, HALF),
