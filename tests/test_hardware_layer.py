@@ -19,7 +19,7 @@ from optimize_models import build, checkpoint_layers
 from tilesmith import nn as tnn
 from tilesmith.hardware import HardwareAbstractionLayer, capacity, capacity_of, detect_available_devices
 from tilesmith.hardware.detect import arch_named, assuming
-from tilesmith.models.sizing import batch_size, probes
+from tilesmith.models.sizing import batch_size, hardware_layer, probes
 from tilesmith.models.sizing.batch_size import Costs, best_batch, rounded
 from tilesmith.models.sizing.memory_estimate import CannotTrace, optimizer_bytes, traced_peak, update_seconds
 from tilesmith.models.sizing.probes import Probe, fingerprint, probe
@@ -202,6 +202,13 @@ def test_the_time_of_an_update_is_that_of_its_bytes():
     assert update_seconds(2 * 10**9, 4 * 10**9, 4e12) == pytest.approx(20 * 2e9 / 4e12)
     assert update_seconds(2 * 10**9, 0, 4e12) == pytest.approx(3 * 2e9 / 4e12)
     assert update_seconds(2 * 10**9, 4 * 10**9, None) == 0.0
+
+
+def test_without_an_optimizer_no_update_is_counted(monkeypatch):
+    monkeypatch.setattr(hardware_layer, "update_seconds", lambda *given: 1.0)
+    model, hal = nn.Sequential(nn.Linear(8, 8)), _layer()
+    given = sample_of(model)
+    assert [hal._costs(model, given, True, one).update for one in (torch.optim.AdamW, None)] == [1.0, 0.0]
 
 
 def test_gradients_that_hide_activations_of_few_rows_do_not_hide_those_of_many():

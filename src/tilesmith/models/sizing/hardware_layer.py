@@ -252,7 +252,7 @@ class HardwareAbstractionLayer:
             allocated_state=_allocated_state(optimizer),
             here=here,
             probes=list(self._probes.get(model, {}).get(_key(model, given, training), ())),
-            update=update_seconds(gradients, state, bandwidth),
+            update=update_seconds(gradients, state, bandwidth) if optimizer is not None else 0.0,
         )
 
     def _remember(self, model: nn.Module, given: Sample, training: bool, found: Costs | Knee) -> None:

@@ -66,6 +66,12 @@ def two_halves(word):
 
 
 @gluon.constexpr_function
+def kind_of(dtype):
+    """PTX's name of a 16-bit dtype."""
+    return "bf16" if dtype == gl.bfloat16 else "f16"
+
+
+@gluon.constexpr_function
 def _product_of(kind):
     return (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
@@ -76,7 +82,7 @@ def _product_of(kind):
 @gluon.jit
 def mma_of_warp(a, b0, b1, c, dtype: gl.constexpr):
     """c + a b of 16 x 8 x 16; a, c: four registers."""
-    ASM: gl.constexpr = _product_of("bf16" if dtype == gl.bfloat16 else "f16")
+    ASM: gl.constexpr = _product_of(kind_of(dtype))
     return gl.inline_asm_elementwise(
         ASM, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,

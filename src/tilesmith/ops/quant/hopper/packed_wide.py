@@ -27,6 +27,7 @@ from tilesmith.ops.quant.hopper.packed_plan import (
     wide_ring,
 )
 from tilesmith.ops.quant.hopper.packed_ptx import (
+    kind_of,
     load_4,
     load_int,
     load_pair,
@@ -176,13 +177,8 @@ def _copy_constants(to, tables_at, found, first_group, lane):
 
 
 @gluon.constexpr_function
-def _kind(dtype):
-    return "bf16" if dtype == gl.bfloat16 else "f16"
-
-
-@gluon.constexpr_function
 def _packing(dtype):
-    return f"cvt.rn.{_kind(dtype)}x2.f32 $0, $1, $1;"
+    return f"cvt.rn.{kind_of(dtype)}x2.f32 $0, $1, $1;"
 
 
 @gluon.jit
@@ -193,30 +189,20 @@ def _twice(x, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _subtracting(dtype):
-    return f"sub.rn.{_kind(dtype)}x2 $0, $1, $2;"
+def _of_halves(name, dtype):
+    return f"{name}.rn.{kind_of(dtype)}x2 $0, $1, $2;"
 
 
 @gluon.jit
-def _less(a, b, dtype: gl.constexpr):
-    ASM: gl.constexpr = _subtracting(dtype)
-    return gl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.constexpr_function
-def _adding(dtype):
-    return f"add.rn.{_kind(dtype)}x2 $0, $1, $2;"
-
-
-@gluon.jit
-def _plus(a, b, dtype: gl.constexpr):
-    ASM: gl.constexpr = _adding(dtype)
+def _two_at_once(NAME: gl.constexpr, a, b, dtype: gl.constexpr):
+    """The sum (add) or difference (sub) of words of two numbers of dtype."""
+    ASM: gl.constexpr = _of_halves(NAME, dtype)
     return gl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
 def _fusing(dtype):
-    return f"fma.rn.{_kind(dtype)}x2 $0, $1, $2, $3;"
+    return f"fma.rn.{kind_of(dtype)}x2 $0, $1, $2, $3;"
 
 
 @gluon.jit
@@ -293,8 +279,9 @@ def _weights(at, constants, lane, WIDTH: gl.constexpr, dtype: gl.constexpr):
             subtracted, scale, rest, c = constants[i % 2]
             code = codes[i]
             if WIDTH == 8:
-                code = _plus(_less(upper[i], gl.full_like(code, BOTH), dtype), code, dtype)
-            d = _less(code, subtracted, dtype)
+                upper_part = _two_at_once("sub", upper[i], gl.full_like(code, BOTH), dtype)
+                code = _two_at_once("add", upper_part, code, dtype)
+            d = _two_at_once("sub", code, subtracted, dtype)
             if dtype == gl.bfloat16:
                 c = _fma(d, rest, c, dtype)
             found += (_fma(d, scale, c, dtype),)
@@ -370,7 +357,7 @@ def _floats(n):
 @gluon.jit
 def _add_products(sums, weights, at, N: gl.constexpr, dtype: gl.constexpr):
     """sums + weights x of a group: of the warpgroup's 64 outputs and N rows. at: address of x's group."""
-    ASM: gl.constexpr = _products_of(N, _kind(dtype))
+    ASM: gl.constexpr = _products_of(N, kind_of(dtype))
     REGISTERS_OF: gl.constexpr = _registers_of(N)
     FLOATS: gl.constexpr = _floats(N // 2)
     return gl.inline_asm_elementwise(
