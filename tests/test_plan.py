@@ -418,6 +418,7 @@ def test_tiles_under_a_causal_mask_are_counted_where_they_lie(
         (14, 800, 71, 1, 64, (128, 64), 1, 301.0), (5, 952, 9, 3, 64, (128, 64), 1, 26.6),
         (68, 344, 25, 25, 64, (128, 64), 1, 146.8), (4, 900, 9, 3, 64, (128, 64), 3, 21.8),
         (8, 600, 64, 8, 64, (256, 64), 8, 85.5), (8, 600, 64, 8, 64, (256, 64), 1, 110.0),
+        (1, 2048, 32, 8, 64, (128, 128), 1, 49.3), (7, 616, 25, 25, 64, (192, 64), 1, 50.5),
         (2, 520, 28, 4, 128, (128, 64), 7, 18.9), (2, 520, 28, 4, 128, (128, 64), 1, 21.3),
         (8, 2000, 32, 8, 128, (128, 128), 4, 447.9), (2, 1500, 40, 8, 128, (128, 128), 1, 94.1),
         (4, 900, 24, 4, 256, (128, 64), 3, 87.5), (2, 600, 8, 4, 256, (64, 64), 1, 17.9),
@@ -429,6 +430,26 @@ def test_forwards_take_what_was_predicted(batch, tokens, heads, kv_heads, dim, t
     tiles = next(t for t in FORWARD_TILES[dim] if (64 * t.consumers, t.block_n) == tile)
     times = planned_forward._head_times(s, tiles, FORWARD_TILES[dim][tiles], window_of(s), dim, SM90)
     assert times[together] == pytest.approx(us, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "tile", "us", "other", "longer"),
+    [
+        (4, 336, 12, (192, 64), 13.7, (128, 64), 17.1), (5, 472, 16, (192, 128), 23.8, (128, 64), 25.3),
+        (3, 577, 16, (128, 128), 22.0, (128, 64), 23.4), (1, 1500, 20, (256, 64), 35.5, (192, 128), 45.0),
+        (2, 264, 16, (128, 64), 11.5, (192, 128), 13.9), (2, 768, 12, (192, 128), 17.5, (256, 64), 22.4),
+    ],
+)  # fmt: skip
+def test_short_forwards_without_a_mask_have_the_tiles_that_fill_the_device(
+    batch, tokens, heads, tile, us, other, longer
+):
+    """As measured on an H200: a second round of a few tiles takes as long as one of many."""
+    s = Shape(batch, heads, heads, tokens, tokens, 64, 64, 2, 2)
+    assert forward(s).tile == tile
+    for found, time in ((tile, us), (other, longer)):
+        tiles = next(t for t in FORWARD_TILES[64] if (64 * t.consumers, t.block_n) == found)
+        times = planned_forward._head_times(s, tiles, FORWARD_TILES[64][tiles], window_of(s), 64, SM90)
+        assert times[1] == pytest.approx(time, rel=0.06)
 
 
 @pytest.mark.parametrize(

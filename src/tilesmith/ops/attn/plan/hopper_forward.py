@@ -165,10 +165,10 @@ def _predicted(s: Shape, config: HopperConfig, time: TileTime, window: Window, w
     """What a call takes in these tiles, in µs."""
     if window.hides_left:
         heads, _ = _tile_heads(s, config, window, wide, arch)
-        right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
+        right, each = window.right if window.hides_right else None, time.under(window.hides_right)
         tiling = 64 // heads * config.consumers, config.block_n, window.left, right, config.consumers, config.stages
         steps = window_steps(s.tokens, s.keys, *tiling)
-        return tiles_time(steps, s.rows // heads, arch.sms, time.start, tile, time.step)
+        return tiles_time(steps, s.rows // heads, arch.sms, each.start, each.tile, each.step)
     times = _head_times(s, config, time, window, wide, arch)
     return times[tile_heads_of(times)]
 
@@ -186,7 +186,7 @@ def _head_time(
     s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, heads: int, arch: Any
 ) -> float:
     """`_head_times` of so many heads."""
-    right, tile = (window.right, time.tile + time.masked) if window.hides_right else (None, time.tile)
+    right, time = window.right if window.hides_right else None, time.under(window.hides_right)
     positions = 64 // heads
     steps = seen_steps(s.tokens, s.keys, positions * config.consumers, config.block_n, None, right)
     tiles = len(steps) * s.rows // heads
@@ -197,11 +197,11 @@ def _head_time(
             skip = config.block_n * heads <= 64 * (config.consumers - 1)  # SKIP of `Walk`
             half = heads == 1 and _halves(s, config, window)
             placed = placed_steps(s.tokens, s.keys, config.consumers, positions, config.block_n, right, skip, half)
-        return tiles_time(placed, s.rows // heads, arch.sms, time.start, tile, time.step)
+        return tiles_time(placed, s.rows // heads, arch.sms, time.start, time.tile, time.step)
     left, work = tiles - division.undivided, s.rows * sum(steps) - division.undivided * steps[0]
     parts = 1 if division.ctas % left == 0 else 2  # of tiles that a CTA has
-    rounds = even_makespan(division.undivided, steps[0] * time.step, arch.sms, tile)
-    return time.start + rounds + tile + cdiv(work, division.ctas) * time.step + parts * STREAM_K_PART.value
+    rounds = even_makespan(division.undivided, steps[0] * time.step, arch.sms, time.tile)
+    return time.start + rounds + time.tile + cdiv(work, division.ctas) * time.step + parts * STREAM_K_PART.value
 
 
 def _halves(s: Shape, config: HopperConfig, window: Window) -> bool:
