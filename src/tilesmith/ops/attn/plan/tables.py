@@ -191,10 +191,10 @@ that are best in large calls first.
 they had: a root mean square error of 3.6, 3.8, 3.0, 4.0 and 2.5 %. Among tiles of one head the choice takes .3 % longer
 than the best without a mask and 1.1 % under one, 2.2 and 5.3 % at most. 128 and 256: fitted to calls of up to 1.2 ms,
 28 grouped causal ones by every number of heads that a tile may hold and benched ones: 2.7, 2.9; 3.2 and (of 13) 1.0 %;
-of those 28 the choice takes .2 % longer than the best tiles and heads, 1.7 % at most. 72, 80 and 96: start, tile and mask
-are fitted to 15 to 16 calls of products that were not joined; steps to joined ones, at 72 columns three calls, at 96
-one, and at 80 lie between them: 3.5 % off at most. 192 x 128 is not chosen where it spills, at 80 and 96, and takes its
-start and tile from tiles like it (`docs/log/hopper-attention.md`)."""
+of those 28 the choice takes .2 % longer than the best tiles and heads, 1.7 % at most. 72, 80 and 96: start, tile and
+mask are fitted to 15 to 16 calls of products that were not joined; steps to joined ones, at 72 columns three calls, at
+96 one, and at 80 lie between them: 3.5 % off at most. 192 x 128 is not chosen where it spills, at 80 and 96, and takes
+its start and tile from tiles like it (`docs/log/hopper-attention.md`)."""
 
 APART_TILES = {
     80: {
