@@ -70,13 +70,13 @@ def test_values_that_are_not_the_largest_allocation_lie_apart():
 
 
 def test_other_releases_of_triton_multiply_twice(monkeypatch):
-    monkeypatch.setattr(releases, "installed", lambda: "3.9.0")
+    monkeypatch.setattr(releases, "installed", lambda: "3.8.0")
     joined._place_known.cache_clear()
     try:
         for dim in (72, 80, 96):
             plan = hopper_forward.__wrapped__(_shape(dim), SM90, OPEN)
             assert all("V_PART" not in constants and "V_REST" in constants for constants in _constants(plan))
-            assert "where Triton 3.9.0 places values in shared memory was not tested" in str(plan)
+            assert "where Triton 3.8.0 places values in shared memory was not tested" in str(plan)
             assert plan.tile != (192, 128)
     finally:
         joined._place_known.cache_clear()

@@ -23,7 +23,8 @@ class Release:
     """What was done with one release. verdict: "values" if the kernels ran and gave right values, "some" if some did,
     else "compiled".
 
-    torch, device: with which it was done. ran: what was run, in words.
+    torch, device: with which it was done. ran: what was run, in words. joined: whether attention's joined products were
+    among what gave right values; they rest on where Triton places shared memory (`ops.attn.hopper.joined`).
     """
 
     triton: str
@@ -32,6 +33,7 @@ class Release:
     verdict: str
     ran: str
     device: str = ""
+    joined: bool = False
 
     def __str__(self) -> str:
         of = {"values": "values", "some": "values of some kernels"}.get(self.verdict)
@@ -81,6 +83,11 @@ def too_old() -> str | None:
 def tested(version: str | None) -> bool:
     """Whether the kernels are known to give right values with a release."""
     return any(row.triton == version and row.verdict == "values" for row in releases())
+
+
+def joins(version: str | None) -> bool:
+    """Whether joined products are known to give right values with a release."""
+    return any(row.triton == version and row.joined for row in releases())
 
 
 def release_status(version: str | None) -> str:

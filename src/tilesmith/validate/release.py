@@ -81,8 +81,13 @@ def values(names: Sequence[str], workers: int, count: int, seconds: float) -> in
 
 def time_rows(names: Sequence[str], chosen: Sequence[str]) -> dict[str, float]:
     """Medians in µs of the benchmark rows of ops, forward and backward, on the kernels that serve them; of the cases
-    `chosen` if there are any."""
-    found = {}
+    `chosen` if there are any. Each is told on stderr when it is known, for a run that may not reach its end."""
+    found: dict[str, float] = {}
+
+    def keep(row: str, us: float) -> None:
+        found[row] = us
+        sys.stderr.write(f"Triton {releases.installed()}: {row} {us:.1f} us\n")
+
     for name in names:
         op = ops()[name]
         rows = [case for case in cases(name) if "bench" in case.tags and torch.bfloat16 in case.dtypes]
@@ -91,7 +96,7 @@ def time_rows(names: Sequence[str], chosen: Sequence[str]) -> dict[str, float]:
             leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
             with torch.no_grad():
                 timed = measure({"forward": lambda op=op, args=args: op(*args)}, "cuda")
-            found[f"{name} {case.name} forward"] = timed["forward"].median_us
+            keep(f"{name} {case.name} forward", timed["forward"].median_us)
             outs = [o for o in each_output(op(*args)) if o.requires_grad]
             if leaves and outs:
                 cotangents = [torch.ones_like(o) for o in outs]
@@ -99,7 +104,7 @@ def time_rows(names: Sequence[str], chosen: Sequence[str]) -> dict[str, float]:
                 def backward(outs=outs, leaves=leaves, cotangents=cotangents):
                     return torch.autograd.grad(outs, leaves, cotangents, retain_graph=True, allow_unused=True)
 
-                found[f"{name} {case.name} backward"] = measure({"b": backward}, "cuda")["b"].median_us
+                keep(f"{name} {case.name} backward", measure({"b": backward}, "cuda")["b"].median_us)
     return found
 
 
