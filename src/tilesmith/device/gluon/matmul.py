@@ -104,8 +104,7 @@ def persistent_matmul(
     a = smem_tiles(2 * _STAGES, a_desc)
     b = smem_tiles(_STAGES, b_desc)
     out = smem_tiles(2, out_desc)
-    full = mbarriers(_STAGES, 1)
-    empty = mbarriers(_STAGES, 2)
+    full, empty = mbarriers((_STAGES, 1), (_STAGES, 2))
     fence_async()
     gl.warp_specialize(
         [

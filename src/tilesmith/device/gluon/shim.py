@@ -32,7 +32,6 @@ __all__ = [
     "mbarrier_arrive",
     "grid_dependency_wait",
     "wait_acquire",
-    "mbarrier_pair",
     "mbarriers",
     "tma_add",
     "tma_store_complete",
@@ -86,25 +85,22 @@ def tma_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-@gluon.jit
-def mbarriers(number: gl.constexpr, count: gl.constexpr):
-    """mbarriers in shared memory, each of which completes a phase at `count` arrivals."""
-    found = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(found.index(i), count=count)
-    return found
+@builtin
+def mbarriers(*arrays, _semantic=None):
+    """Arrays of mbarriers in shared memory, one for each argument (how many, at how many arrivals a phase of one
+    completes).
 
-
-@gluon.jit
-def mbarrier_pair(number: gl.constexpr, count: gl.constexpr):
-    """Two arrays of mbarriers. Triton puts a CTA-wide barrier between two initialisations in one array; alternating
-    between two arrays takes half the time."""
-    first = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    second = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(first.index(i), count=count)
-        mbarrier.init(second.index(i), count=count)
-    return first, second
+    Triton places a CTA-wide barrier between two initialisations in one array if none came between. So all arrays get
+    their first one, then all their second one: there are as many barriers as the longest array has mbarriers, less one.
+    """
+    sizes = [(_unwrap(number), count) for number, count in arrays]
+    layout = mbarrier.MBarrierLayout()
+    made = [gl.allocate_shared_memory(gl.int64, [n, 1], layout, _semantic=_semantic) for n, _ in sizes]
+    for i in range(max(n for n, _ in sizes)):
+        for array, (n, count) in zip(made, sizes):
+            if i < n:
+                mbarrier.init(array.index(i, _semantic=_semantic), count=count, _semantic=_semantic)
+    return gl.tuple(made) if len(made) > 1 else made[0]
 
 
 @builtin

@@ -610,13 +610,11 @@ def attention_dkv_kernel(
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BQ], PLAIN)
     queue = tile_queue(4, 10)
-    kv_full = mbarriers(2, 1)
-    q_full = mbarriers(STAGES, 33)  # the tile, and 32 threads for the row of numbers
-    dout_full = mbarriers(STAGES, 33)
-    dq_empty = mbarriers(2, 1)
+    # of q and dout: the tile, and 32 threads for the row of numbers
+    kv_full, q_full, dout_full, dq_empty = mbarriers((2, 1), (STAGES, 33), (STAGES, 33), (2, 1))
     kv_empty = dq_empty
     if REST > 0:
-        kv_empty = mbarriers(1, 2)
+        kv_empty = mbarriers((1, 2))
     fence_async()
     rests = (
         q_rest, dout_rest, k_rest, v_rest, kv_empty, q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc

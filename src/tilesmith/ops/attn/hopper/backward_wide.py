@@ -316,12 +316,11 @@ def attention_dkv_wide_kernel(
     if REST > 0:
         dk_rest_room = rest_room(dk_rest_desc, v_rest, V_REST)
     queue = tile_queue(2, 6)
-    kv_full = mbarriers(2, 1)
-    kv_empty = mbarriers(2, 1)
-    q_full = mbarriers(STAGES, 129)  # the tile, and 128 threads for the row of numbers
-    q_empty = mbarriers(STAGES, 2)
-    dout_full = mbarriers(STAGES, 129)
-    swap = (p_box, mbarriers(2, 1), mbarriers(2, 1))
+    # of q and dout: the tile, and 128 threads for the row of numbers
+    kv_full, kv_empty, q_full, q_empty, dout_full, p_full, p_empty = mbarriers(
+        (2, 1), (2, 1), (STAGES, 129), (STAGES, 2), (STAGES, 129), (2, 1), (2, 1)
+    )
+    swap = (p_box, p_full, p_empty)
     fence_async()
     kept = (k, k_rest, v, v_rest)
     parts = (queue, q, q_rest, dout, dout_rest, kept, lse, delta, kv_full, kv_empty, q_full, q_empty, dout_full)

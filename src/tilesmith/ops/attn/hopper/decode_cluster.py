@@ -22,8 +22,8 @@ from tilesmith.device.gluon.shim import (
     gl,
     gluon,
     launch_dependents,
-    mbarrier_pair,
     mbarrier_wait,
+    mbarriers,
     mma_sync,
     smem_tiles,
     syncthreads,
@@ -151,7 +151,7 @@ def attention_cluster_kernel(
     ROW: gl.constexpr = gl.SliceLayout(0, STAT)
     k = smem_tiles(STAGES, k_desc)
     v = smem_tiles(STAGES, v_desc)
-    k_full, v_full = mbarrier_pair(STAGES, 1)
+    k_full, v_full = mbarriers((STAGES, 1), (STAGES, 1))
     fence_async()
     member = gl.program_id(0)
     part = member % PARTS

@@ -289,12 +289,9 @@ def attention_fp8_fwd_kernel(
     code = gl.full([8, BN], 0x38, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
     ones.store(code.to(gl.float8e4nv, bitcast=True))
     queue = tile_queue(2, 1)
-    q_full = mbarriers(2, 1)
-    q_empty = mbarriers(2, 1)
-    k_full = mbarriers(STAGES, 2)
-    k_empty = mbarriers(STAGES, 2)
-    v_full = mbarriers(STAGES, 1)
-    v_empty = mbarriers(STAGES, 2)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = mbarriers(
+        (2, 1), (2, 1), (STAGES, 2), (STAGES, 2), (STAGES, 1), (STAGES, 2)
+    )
     fence_async()
     parts = (walk, queue, q, k_halves, k, v, ones, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(

@@ -12,8 +12,8 @@ from tilesmith.device.gluon.shim import (
     gluon,
     launch_dependents,
     mbarrier_arrive,
-    mbarrier_pair,
     mbarrier_wait,
+    mbarriers,
     smem_tiles,
     tma_store,
     tma_store_wait,
@@ -175,8 +175,7 @@ def attention_latent_kernel(
     k, k_rest = smem_tiles(STAGES, k_desc), smem_tiles(STAGES, k_rest_desc)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     p_tile = gl.allocate_shared_memory(k_desc.dtype, [64, BN], FLAT)
-    q_full, _ = mbarrier_pair(1, 1)
-    k_full, k_empty = mbarrier_pair(STAGES, 1)
+    q_full, k_full, k_empty = mbarriers((1, 1), (STAGES, 1), (STAGES, 1))
     fence_async()
     parts = (q, q_rest, k, k_rest, q_full, k_full, k_empty)
     descs = (q_desc, q_rest_desc, k_desc, k_rest_desc)

@@ -14,8 +14,8 @@ from tilesmith.device.gluon.shim import (
     launch_dependents,
     mbarrier_arrive,
     mbarrier_expect,
-    mbarrier_pair,
     mbarrier_wait,
+    mbarriers,
     reinterpret,
     smem_tiles,
     tma_copy,
@@ -538,22 +538,20 @@ def attention_split_kv_kernel(
         WHOLE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         k = reinterpret(k_pieces, k_desc.dtype, [STAGES, BN, D], WHOLE)
         v = reinterpret(v_pieces, v_desc.dtype, [STAGES, BN, DV], WHOLE)
-    q_full, q_empty = mbarrier_pair(CONSUMERS, 1)
-    k_full, v_full = mbarrier_pair(STAGES, 1)
+    q_full, q_empty, k_full, v_full = mbarriers((CONSUMERS, 1), (CONSUMERS, 1), (STAGES, 1), (STAGES, 1))
     SMALL: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     if SMALL:
         TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         k = gl.allocate_shared_memory(gl.float16, [STAGES, BN, D], TILE)
         v = gl.allocate_shared_memory(gl.float16, [STAGES, BN, DV], TILE)
-        k8_full, v8_full = mbarrier_pair(STAGES, 1)
-        k8_empty, v8_empty = mbarrier_pair(STAGES, 1)
+        k8_full, v8_full, k8_empty, v8_empty = mbarriers((STAGES, 1), (STAGES, 1), (STAGES, 1), (STAGES, 1))
     if ALONE:
         # H200, 64/8 heads of 128 on 8k keys: asked for so, and without divisions of integers, 8 tokens take 16.1 us for
         # 17.3, 16 tokens 19.0 for 20.0; the first load is on its way after 820 cycles for 2,050, of 16 tokens 1,590
         # for 3,180
         fence_async()
         _begin(work, q, k, v, q_full, k_full, v_full, q_desc, k_desc, v_desc, lengths_ptr)
-    k_empty, v_empty = mbarrier_pair(STAGES, CONSUMERS)
+    k_empty, v_empty = mbarriers((STAGES, CONSUMERS), (STAGES, CONSUMERS))
     fence_async()
     OUT_IN_Q: gl.constexpr = D == DV and not APART  # out takes the place of q
     out = q

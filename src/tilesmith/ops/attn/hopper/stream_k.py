@@ -331,12 +331,9 @@ def attention_fwd_stream_k_kernel(
             v_rest = smem_tiles(V_STAGES, v_rest_desc)
         if out_ptr is None:
             out_rest = smem_tiles(CONSUMERS, out_rest_desc)
-    q_full = mbarriers(CONSUMERS, 1)
-    q_empty = mbarriers(CONSUMERS, 1)
-    k_full = mbarriers(STAGES, 1)
-    k_empty = mbarriers(STAGES, CONSUMERS)
-    v_full = mbarriers(V_STAGES, 1)
-    v_empty = mbarriers(V_STAGES, CONSUMERS)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = mbarriers(
+        (CONSUMERS, 1), (CONSUMERS, 1), (STAGES, 1), (STAGES, CONSUMERS), (V_STAGES, 1), (V_STAGES, CONSUMERS)
+    )
     fence_async()
     parts = (q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     descs = (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc)

@@ -265,7 +265,8 @@ class TileQueue:
 def tile_queue(consumers: gl.constexpr, numbers: gl.constexpr):
     """Empty queue in shared memory."""
     box = gl.allocate_shared_memory(gl.int32, [2 * numbers, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return TileQueue(box, mbarriers(2, 1), mbarriers(2, consumers), numbers)
+    full, empty = mbarriers((2, 1), (2, consumers))
+    return TileQueue(box, full, empty, numbers)
 
 
 @gluon.jit

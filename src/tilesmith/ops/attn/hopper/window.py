@@ -188,12 +188,10 @@ def attention_window_kernel(
     v = smem_tiles(STAGES, v_desc)
     out = smem_tiles(CONSUMERS, out_desc)
     queue = tile_queue(CONSUMERS, 1)
-    q_full = mbarriers(Q_STAGES * CONSUMERS, 1)
-    q_empty = mbarriers(Q_STAGES * CONSUMERS, 1)
-    k_full = mbarriers(STAGES, 1)
-    k_empty = mbarriers(STAGES, CONSUMERS)
-    v_full = mbarriers(STAGES, 1)
-    v_empty = mbarriers(STAGES, CONSUMERS)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = mbarriers(
+        (Q_STAGES * CONSUMERS, 1), (Q_STAGES * CONSUMERS, 1), (STAGES, 1), (STAGES, CONSUMERS), (STAGES, 1),
+        (STAGES, CONSUMERS),
+    )  # fmt: skip
     fence_async()
     parts = (queue, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(

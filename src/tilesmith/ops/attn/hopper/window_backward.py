@@ -260,14 +260,11 @@ def attention_window_vjp_kernel(
     ds = gl.allocate_shared_memory(dtype, [3 * DS_STAGES, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
     numbers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queue = tile_queue(CONSUMERS, 1)
-    q_full = mbarriers(Q_STAGES, 130)  # two boxes, and 128 threads for the row of numbers
-    q_empty = mbarriers(Q_STAGES, 3)
-    k_full = mbarriers(K_STAGES, 1)
-    k_empty = mbarriers(K_STAGES, 2)
-    v_full = mbarriers(V_STAGES, 1)
-    v_empty = mbarriers(V_STAGES, 1)
-    ds_full = mbarriers(DS_STAGES, 3)
-    ds_empty = mbarriers(DS_STAGES, 1)
+    # of q: two boxes, and 128 threads for the row of numbers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty = mbarriers(
+        (Q_STAGES, 130), (Q_STAGES, 3), (K_STAGES, 1), (K_STAGES, 2), (V_STAGES, 1), (V_STAGES, 1), (DS_STAGES, 3),
+        (DS_STAGES, 1),
+    )  # fmt: skip
     fence_async()
     parts = (queue, q, dout, numbers, k, v, ds, q_full, q_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty)
     sizes = (walk, run, size)

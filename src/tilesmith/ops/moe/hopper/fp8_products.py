@@ -164,8 +164,8 @@ def _grouped_product(a_desc, b_desc, out_desc, table, steps, source, factors, GA
     b = reinterpret(tiles, b_desc.dtype, [STAGES, _COLS, _STEP], _FLAT8)
     first = gl.allocate_shared_memory(out_desc.dtype, [2, _HALF, _PIECE], FLAT)
     last = gl.allocate_shared_memory(out_desc.dtype, [2, _HALF, _PIECE], FLAT)
-    full = mbarriers(STAGES, 129 if GATHERS else 1)  # expected bytes; with cp.async also 128 threads
-    empty = mbarriers(STAGES, 2)
+    # full: expected bytes; with cp.async also 128 threads
+    full, empty = mbarriers((STAGES, 129 if GATHERS else 1), (STAGES, 2))
     fence_async()
     gl.warp_specialize(
         [

@@ -125,8 +125,7 @@ def experts_fp8_weight_gradient_kernel(
     right = smem_tiles(STAGES, right_desc)
     first = gl.allocate_shared_memory(out_desc.dtype, [2, _HALF, _PIECE], FLAT)
     second = gl.allocate_shared_memory(out_desc.dtype, [2, _HALF, _PIECE], FLAT)
-    full = mbarriers(STAGES, 1)
-    empty = mbarriers(STAGES, 2)
+    full, empty = mbarriers((STAGES, 1), (STAGES, 2))
     fence_async()
     gl.warp_specialize(
         [

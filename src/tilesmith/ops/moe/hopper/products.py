@@ -275,8 +275,8 @@ def _grouped_product(a_desc, b_desc, table, steps, each, second, source, extra, 
         b = reinterpret(halves, b_desc.dtype, [STAGES, _COLS, _STEP], FLAT)
     first = gl.allocate_shared_memory(b_desc.dtype, [2, _HALF, _PIECE], FLAT)
     last = gl.allocate_shared_memory(b_desc.dtype, [2, _HALF, _PIECE], FLAT)
-    full = mbarriers(STAGES, 129 if GATHERS else 1)  # expected bytes; with cp.async also 128 threads
-    empty = mbarriers(STAGES, CONSUMERS)
+    # full: expected bytes; with cp.async also 128 threads
+    full, empty = mbarriers((STAGES, 129 if GATHERS else 1), (STAGES, CONSUMERS))
     fence_async()
     if CONSUMERS == 3:
         third = gl.allocate_shared_memory(b_desc.dtype, [2, _HALF, _PIECE], FLAT)

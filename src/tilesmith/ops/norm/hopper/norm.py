@@ -234,7 +234,7 @@ def norm_bwd_parts_kernel(
     DS_TYPE: gl.constexpr = x_desc.dtype if ds_desc is None else ds_desc.dtype
     if ds_desc is not None:
         dss = smem_ring(SLOTS, WIDTH, DS_TYPE)
-    full = mbarriers(SLOTS, 1)
+    full = mbarriers((SLOTS, 1))
     found, also_found = warp_scratch(), warp_scratch()
     fence_async()
     if PARTS > 1:

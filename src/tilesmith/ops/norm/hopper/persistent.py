@@ -90,7 +90,7 @@ def persistent_norm_fwd_kernel(
     residuals = xs
     if residual_desc is not None:
         residuals = smem_ring(SLOTS, WIDTH, residual_desc.dtype)
-    full = mbarriers(SLOTS, 1)
+    full = mbarriers((SLOTS, 1))
     found, also_found = warp_scratch(), warp_scratch()
     fence_async()
     mail = open_mailbox()

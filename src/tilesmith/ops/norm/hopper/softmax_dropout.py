@@ -96,7 +96,7 @@ def softmax_dropout_fwd_parts_kernel(
     col = part * WIDTH + gl.arange(0, WIDTH, LANES)
     inside = gl.full([WIDTH], True, gl.int1, LANES) if EVEN else col < cols
     xs = smem_ring(SLOTS, WIDTH, x_desc.dtype)
-    full = mbarriers(SLOTS, 1)
+    full = mbarriers((SLOTS, 1))
     found, also_found = warp_scratch(), warp_scratch()
     fence_async()
     mail = open_mailbox()
@@ -227,7 +227,7 @@ def softmax_dropout_fwd_whole_parts_kernel(
     WIDTH: gl.constexpr = WARPS * _LINE
     WORDS: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     slots = smem_ring(1, CHUNKS * WIDTH, x_desc.dtype)
-    full = mbarriers(1, 1)
+    full = mbarriers((1, 1))
     fence_async()
     tma_load(x_desc, [row, part * (CHUNKS * WARPS), 0], full.index(0), slots.index(0))
     room = open_exchange(PARTS)

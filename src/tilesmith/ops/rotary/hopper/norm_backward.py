@@ -83,7 +83,7 @@ def _backward_side(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     room = gl.allocate_shared_memory(gl.float32, [TOKENS, gl.num_warps() // TOKENS if ROW else 1], PLAIN)
     also_room = gl.allocate_shared_memory(gl.float32, [TOKENS, gl.num_warps() // TOKENS if ROW else 1], PLAIN)
-    full = mbarriers(SLOTS, 1)
+    full = mbarriers((SLOTS, 1))
     fence_async()
     head_block, cta = cta % head_blocks, cta // head_blocks
     head0 = head_block * (HEADS * STEPS)
