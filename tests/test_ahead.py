@@ -20,7 +20,7 @@ from tilesmith.engine.autograd import Way
 from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
 from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.settings import read
-from tilesmith.validate.offline import _Tap
+from tilesmith.validate.offline import Tap
 
 SM90 = arch_named("sm90")
 
@@ -110,7 +110,7 @@ def _launched(op, kernels, args, launch=lambda *given: None):
         launch(names[-1], kernel, grid, args, named)
         found[names[-1]][launcher.uncompiled(kernel, args, named, cluster)] = kernel.__name__
 
-    taps = [_Tap(op, kernels[0].backend, SM90), _Tap(op.vjp, kernels[1].backend, SM90)]
+    taps = [Tap(op, kernels[0].backend, SM90), Tap(op.vjp, kernels[1].backend, SM90)]
     for tap in taps:
         tap.open()
         inner = tap.op._ready

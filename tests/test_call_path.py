@@ -21,7 +21,7 @@ from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.ops.attn.cases.attention import attend
 from tilesmith.validate.cases import outputs_and_gradients
-from tilesmith.validate.offline import _Tap
+from tilesmith.validate.offline import Tap
 
 PLAN = tuple(f"ops/attn/{name}" for name in ("plan/hopper", "plan/joined", "plan/smem", "plan/tables", "schedule"))
 
@@ -55,7 +55,7 @@ def paths(monkeypatch):
     op, found = ops()["attention"], {}
     case = Case("one", attend(1, 2, 2, 600, 600, 128, causal=True), frozenset(), (torch.bfloat16,))
     args = op.bind((), case.build(torch.device("cpu"), torch.bfloat16, case.generator()))
-    taps = [_Tap(each, "hopper", arch_named("sm90")) for each in (op, op.vjp)]
+    taps = [Tap(each, "hopper", arch_named("sm90")) for each in (op, op.vjp)]
 
     def traced(tap):
         def run(*given):

@@ -18,7 +18,7 @@ from tilesmith.engine.replay import Ready
 from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.ops.gemm import products
 from tilesmith.validate.cases import outputs_and_gradients
-from tilesmith.validate.offline import _Tap
+from tilesmith.validate.offline import Tap
 from tilesmith.validate.trial import _size
 
 PLANNED = {f"tilesmith.ops.{name}" for name in ("norm", "rotary", "loss", "moe")}
@@ -47,7 +47,7 @@ def launched():
         yield names
 
 
-def _compared(tap: _Tap, launched: list[str], found: list):
+def _compared(tap: Tap, launched: list[str], found: list):
     """The tap's launcher, which also notes what the kernel tells of each call, the names in its plan, and what it then
     launches."""
     run, kernel = tap.fn, tap.kernel
@@ -73,7 +73,7 @@ def _calls(name: str, backend: str, chosen: list, launched: list[str]) -> list[t
     found: list[tuple] = []
     for case, dtype in chosen:
         args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
-        taps = [_Tap(x, backend, arch_named("sm90")) for x in served]
+        taps = [Tap(x, backend, arch_named("sm90")) for x in served]
         if taps[0].refused(args):
             continue
         with ExitStack() as stack:

@@ -24,7 +24,7 @@ from tilesmith.hardware.detect import arch_named, assuming
 from tilesmith.settings import settings
 from tilesmith.validate import trial as program
 from tilesmith.validate.cases import outputs_and_gradients
-from tilesmith.validate.offline import _Tap
+from tilesmith.validate.offline import Tap
 
 CPU = torch.device("cpu")
 
@@ -500,7 +500,7 @@ def test_losses_are_tried_with_and_without_a_pass_over_logits(hopper, monkeypatc
 def test_every_kernel_takes_one_of_the_small_cases(name, backend):
     pytest.importorskip("triton")
     op, whole = declared()[name], program.whole(name)
-    tap = _Tap(op, backend, arch_named("sm90"))
+    tap = Tap(op, backend, arch_named("sm90"))
     taken = []
 
     def look(args, pin):

@@ -107,7 +107,7 @@ def check_each(
                 with use(**pins_of(op, REFERENCE)):
                     yardstick = outputs_and_gradients(op, args)
             same = yardstick
-        yield _judge(op, backend, case, dtype, got, same, exact, args)
+        yield judged(op, backend, case, dtype, got, same, exact, args)
 
 
 def _run(
@@ -125,7 +125,7 @@ def _run(
         return [outputs_and_gradients(op, args) for _ in range(runs)], None
 
 
-def _judge(
+def judged(
     op: Op,
     backend: str,
     case: Case,

@@ -58,7 +58,7 @@ def _launch_all(op: Op, case: Any, target: Any, arch: Any, compiled: list) -> No
     served = ("triton", "hopper") if on_hopper else ("triton",)
     both = [op] if op.vjp is None else [op, op.vjp]
     for backend in dict.fromkeys(b for x in both for b in x.backends() if b.startswith(served)):
-        taps = [_Tap(x, backend, arch) for x in both if backend in x.backends()]
+        taps = [Tap(x, backend, arch) for x in both if backend in x.backends()]
         if taps[0].op is op and taps[0].refused(args):
             continue
         for tap in taps:
@@ -71,7 +71,7 @@ def _launch_all(op: Op, case: Any, target: Any, arch: Any, compiled: list) -> No
                 tap.close()
 
 
-class _Tap:
+class Tap:
     """Makes an op call one kernel, or its reference where that refuses, with another architecture's configuration."""
 
     def __init__(self, op: Op, backend: str, arch: Any):

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
+from triton.language.core import _aggregate
 
 __all__ = [
     "TensorDescriptor",
@@ -74,6 +74,15 @@ tma_copy = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 _row_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 tma_store_wait = tma.store_wait
+
+
+def aggregate(cls):
+    """A class of values, and of functions of them, for kernels. `written` is the class as it was."""
+    made = _aggregate(cls)
+    made.written = cls
+    return made
+
+
 syncthreads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of all threads of a CTA
 
 

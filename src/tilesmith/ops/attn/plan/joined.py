@@ -34,8 +34,8 @@ def value_parts(dim: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def _place_known() -> bool:
-    """Whether the installed Triton is known to place the largest allocation of shared memory first. Without Triton plans
-    are those of the tested one."""
+    """Whether the installed Triton is known to place the largest allocation of shared memory first. Without Triton
+    plans are those of the tested one."""
     found = releases.installed()
     return found is None or releases.joins(found)
 

@@ -1,0 +1,115 @@
+"""Fibers, of which one runs at a time: threads that hand over to each other where they wait, in a drawn order."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+OFTEN = 0.2  # how often a fiber that need not wait lets others run first
+
+
+class Deadlock(RuntimeError):
+    """Every fiber waits for what no other will do."""
+
+
+class _Ended(BaseException):
+    """Raised in fibers that are not to go on, since another one failed."""
+
+
+@dataclass(eq=False)
+class Fiber:
+    """body: what it runs. name: for errors. context: what it belongs to. waits: what it waits for, None where it may
+    run; told: the same in words. products, stores: what it asked for and has not waited for."""
+
+    body: Callable[[], None]
+    name: str
+    context: Any
+    waits: Callable[[], bool] | None = None
+    told: str = ""
+    ended: bool = False
+    products: list[Any] = field(default_factory=list)
+    stores: list[Any] = field(default_factory=list)
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    thread: threading.Thread | None = None
+
+
+class Fibers:
+    """Runs fibers until all have ended. seed: of the order."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.alive: list[Fiber] = []
+        self.events: list[Callable[[], None]] = []  # asynchronous work that may happen at any time
+        self.back = threading.Semaphore(0)
+        self.problem: BaseException | None = None
+        self.running: Fiber | None = None
+        self.ending = False
+
+    def start(self, body: Callable[[], None], name: str, context: Any) -> Fiber:
+        fiber = Fiber(body, name, context)
+        fiber.thread = threading.Thread(target=self._live, args=(fiber,), daemon=True)
+        self.alive.append(fiber)
+        fiber.thread.start()
+        return fiber
+
+    def _live(self, fiber: Fiber) -> None:
+        fiber.turn.acquire()
+        try:
+            if not self.ending:
+                fiber.body()
+        except _Ended:
+            pass
+        except BaseException as problem:
+            self.problem = self.problem or problem
+        fiber.ended = True
+        self.back.release()
+
+    def later(self, event: Callable[[], None]) -> None:
+        """Let something happen at any time from now on."""
+        self.events.append(event)
+
+    def wait(self, until: Callable[[], bool], told: str) -> None:
+        """Called by the running fiber: go on when `until` holds."""
+        fiber = self.running
+        assert fiber is not None
+        if until() and self.random.random() > OFTEN:
+            return
+        fiber.waits, fiber.told = until, told
+        self.back.release()
+        fiber.turn.acquire()
+        fiber.waits = None
+        if self.ending:
+            raise _Ended
+
+    def run(self, more: Callable[[], bool] = lambda: False) -> None:
+        """Until every fiber has ended, or one failed, whose error is raised. more: starts further fibers where there
+        is room, and says whether it did. Raises Deadlock."""
+        try:
+            while self.problem is None:
+                more()
+                ready = [f for f in self.alive if f.waits is None or f.waits()]
+                choice = self.random.randrange(len(ready) + len(self.events)) if ready or self.events else -1
+                if choice >= len(ready):
+                    self.events.pop(choice - len(ready))()
+                elif choice >= 0:
+                    self._resume(ready[choice])
+                elif self.alive:
+                    raise Deadlock("; ".join(f"{f.name} waits for {f.told}" for f in self.alive))
+                else:
+                    return
+            raise self.problem
+        finally:
+            self.ending = True
+            for fiber in list(self.alive):
+                self._resume(fiber)
+
+    def _resume(self, fiber: Fiber) -> None:
+        self.running = fiber
+        fiber.turn.release()
+        self.back.acquire()
+        self.running = None
+        if fiber.ended:
+            self.alive.remove(fiber)

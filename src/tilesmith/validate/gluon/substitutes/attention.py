@@ -1,0 +1,128 @@
+"""Of attention's kernels: packed operands, products of joined values, dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilesmith.validate.gluon.language import Product, wgmma
+from tilesmith.validate.gluon.memory import Shared
+from tilesmith.validate.gluon.substitutes.device import word
+from tilesmith.validate.gluon.values import Value, plain, torch_dtype, value
+
+
+def pack(x: Value, dtype: Any) -> Value:
+    low, high = (half.to(torch_dtype(dtype)).contiguous().view(torch.int16) for half in (x.t[:, 0::2], x.t[:, 1::2]))
+    return Value((low.to(torch.int32) & 0xFFFF) | (high.to(torch.int32) << 16))
+
+
+# Dropout
+
+
+def _halves(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x = value(x).to(torch.int32).t
+    return x & 0xFFFF, (x >> 16) & 0xFFFF
+
+
+def survives(drawn: Value, least: Value, rare: Any) -> Value:
+    """Ones in each half of a word that is at least the threshold."""
+    made = [
+        torch.where(torch.minimum(half, limit) == limit, 0xFFFF, 0)
+        for half, limit in zip(_halves(drawn), _halves(least))
+    ]
+    return Value(word(made[0].to(torch.int64) | (made[1].to(torch.int64) << 16)))
+
+
+def exchange(bits: Value, lane: Value, lanes: Any, turn: Any, lower: Any) -> Value:
+    """Lanes are the last dim."""
+    apart, turn = int(plain(lanes)), int(plain(turn))
+    mine = bits.t.to(torch.int64) & 0xFFFFFFFF
+    other = mine[..., torch.arange(mine.shape[-1]) ^ apart]
+    upper = (lane.t != 0).expand(mine.shape)
+    by = torch.where(upper, 32 - turn, turn)
+    turned = ((other << by) | (other >> (32 - by))) & 0xFFFFFFFF
+    keep = torch.where(upper, ~int(plain(lower)) & 0xFFFFFFFF, int(plain(lower)))
+    return Value(word((mine & keep) | (turned & ~keep)))
+
+
+def _next_lane(bits: Value, _: Value) -> Value:
+    return Value(bits.t.roll(-1, -1))
+
+
+def _kept_halves(x: Value, bits: Value, which: Value) -> Value:
+    """A word's halves where the signs of bytes 0 and 2, or of bytes 1 and 3, are set."""
+    x, bits, which = (t.to(torch.int64) & 0xFFFFFFFF for t in torch.broadcast_tensors(x.t, bits.t, which.t))
+    first = torch.where(which == 0xAA88, 7, 15)
+    low, high = (bits >> first) & 1, (bits >> (first + 16)) & 1
+    return Value(word(x & (low * 0xFFFF | high * 0xFFFF0000)))
+
+
+# Attention
+
+
+def check_place(v: Any) -> None:
+    """Where shared memory lies is not modelled."""
+
+
+def value_tiles(v: Shared, v_rest: Shared, t: Any, walk: Any, keys: Any) -> tuple[Any, Any]:
+    t, keys = int(t), int(plain(keys))
+    if walk.V_PART > 0:
+        parts = math.ceil((walk.DV + walk.V_REST) / walk.V_PART)
+        tile = [v.index(t * parts + i).reshape([walk.BN, walk.V_PART]) for i in range(parts)]
+        return tile, tile
+    tile = v.index(t).reshape([walk.BN, walk.DV])
+    rest = v_rest.index(t).reshape([walk.BN, walk.V_REST]) if walk.V_REST > 0 else tile
+    return (tile.slice(0, keys), rest.slice(0, keys)) if keys < walk.BN else (tile, rest)
+
+
+class _Joined:
+    """Columns of several tiles side by side, read when a product is made."""
+
+    def __init__(self, tiles: list[Shared], rows: int, columns: int):
+        self.tiles, self.rows, self.shape = tiles, rows, [rows, columns]
+
+    @property
+    def t(self) -> torch.Tensor:
+        return torch.cat([tile.t[: self.rows] for tile in self.tiles], 1)[:, : self.shape[1]]
+
+
+def add_joined(x: Value, tile: list[Shared], total: Any, total_rest: Any, rows: Any, cols: Any, part: Any) -> Any:
+    """The sums' columns behind the last value are whatever was there."""
+    cols, rest = int(plain(cols)), list(total_rest.shape)[1]
+    sums = Value(torch.cat([total.t, total_rest.t], 1)[:, :cols])
+    made = wgmma(x, _Joined(tile, x.shape[1], cols), sums, use_acc=True, is_async=True)
+    return _Part(made, 0, 64, total), _Part(made, 64, rest, total_rest)
+
+
+class _Part(Product):
+    """Columns of a product, and behind them those of the sums before."""
+
+    def __init__(self, whole: Product, first: int, columns: int, before: Value):  # no Product of its own
+        self.whole, self.first, self.sums, self.shape = whole, first, before, [whole.shape[0], columns]
+        self.dtype, self.type, self.found = whole.dtype, whole.type, None
+
+    def make(self) -> Value:
+        made = self.whole.make().t[:, self.first : self.first + self.shape[1]]
+        return Value(torch.cat([made, self.sums.t[:, made.shape[1] :]], 1))
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.whole
+
+    def __hash__(self) -> int:
+        return id(self.whole)
+
+
+_HERE = "tilesmith.ops.attn.hopper"
+
+HELPERS: dict[str, Callable[..., Any]] = {
+    f"{_HERE}.softmax.pack": pack, f"{_HERE}.dropout._survives": survives, f"{_HERE}.dropout._exchange": exchange,
+    f"{_HERE}.joined.check_place": check_place, f"{_HERE}.joined.value_tiles": value_tiles,
+    f"{_HERE}.joined.add_joined": add_joined,
+}  # fmt: skip
+
+PTX: dict[str, Callable[..., Any]] = {
+    "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f": _next_lane, "prmt.b32 kept, $2, 0, $3; and.b32 $0, $1, kept": _kept_halves,
+}  # fmt: skip
