@@ -13,10 +13,11 @@ from tilesmith.validate.gluon.values import _NAMES, Type, Value, flat, plain, si
 
 
 class Shared:
-    """A piece of shared memory: elements of `room`, a whole allocation, at `places`."""
+    """A piece of shared memory: elements of `room`, a whole allocation, at `places`. outside: why nobody may write to
+    it; read, it has what nobody wrote."""
 
-    def __init__(self, room: Tensor, places: Tensor):
-        self.room, self.places = room, places
+    def __init__(self, room: Tensor, places: Tensor, outside: str = ""):
+        self.room, self.places, self.outside = room, places, outside
 
     @classmethod
     def allocate(cls, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
@@ -45,12 +46,14 @@ class Shared:
         return Type(self.dtype, self.shape)
 
     def _at(self, places: Tensor) -> Shared:
-        return Shared(self.room, places)
+        return Shared(self.room, places, self.outside)
 
     def index(self, i: Any) -> Shared:
-        i = int(plain(i))
-        if not 0 <= i < self.places.shape[0]:
-            raise IndexError(f"tile {i} of {self.places.shape[0]} in shared memory")
+        i, many = int(plain(i)), self.places.shape[0]
+        if not 0 <= i < many:  # a product may be asked for that nobody uses
+            found = Shared.allocate(self.dtype, self.places.shape[1:])
+            found.outside = f"tile {i} of {many} in shared memory"
+            return found
         return self._at(self.places[i])
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> Shared:
@@ -58,6 +61,10 @@ class Shared:
 
     def reshape(self, *shape: Any) -> Shared:
         return self._at(self.places.reshape(sizes(shape)))
+
+    def first(self, many: int) -> Shared:
+        """The first elements of a vector."""
+        return self._at(self.places[:many])
 
     def permute(self, order: Any) -> Shared:
         return self._at(self.places.permute(sizes([order])))
@@ -73,6 +80,8 @@ class Shared:
 
     def put(self, x: Tensor) -> None:
         """Write elements."""
+        if self.outside:
+            raise IndexError(self.outside)
         integer = INTEGERS[self.room.dtype.itemsize]
         self.room.view(integer)[self.places] = x.contiguous().view(integer)
 
@@ -83,7 +92,7 @@ class Shared:
         if begin % kind.itemsize or begin + count > self.room.numel() * size:
             raise ValueError(f"{shape} of {kind} in {self.shape} of {self.room.dtype}")
         room = self.room.view(torch.uint8).view(kind)
-        return Shared(room, begin // kind.itemsize + _order(shape, layout, kind.itemsize))
+        return Shared(room, begin // kind.itemsize + _order(shape, layout, kind.itemsize), self.outside)
 
     _reinterpret = reinterpret
 
@@ -199,7 +208,7 @@ class Descriptor:
         place, inside = self._places(corner)
         memory = flat(self.base).view(INTEGERS[self.base.element_size()])
         found = torch.where(inside, memory[torch.where(inside, place, 0)], 0).view(self.base.dtype)
-        Shared(tile.room, tile.places.reshape(-1)[: found.numel()]).put(found.reshape(-1))
+        tile.reshape(-1).first(found.numel()).put(found.reshape(-1))
 
     def store(self, corner: Sequence[int], tile: Shared, add: bool = False) -> None:
         place, inside = self._places(corner)

@@ -97,10 +97,10 @@ def fragments(dq):
 
 
 @gluon.jit
-def _start_dq(C: gl.constexpr, count, none, ds, k, BQ: gl.constexpr, D: gl.constexpr):
-    """Ask for a consumer's half of the columns of a block's dq. none: 0, as in `late_block`."""
+def _start_dq(C: gl.constexpr, count, ds, k, BQ: gl.constexpr, D: gl.constexpr):
+    """Ask for a consumer's half of the columns of a block's dq."""
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2, 16])
-    k_cols = k.index(none).reshape([128, D]).slice(C * (D // 2), D // 2, dim=1)
+    k_cols = k.index(count >> 30).reshape([128, D]).slice(C * (D // 2), D // 2, dim=1)  # 0, as in `late_block`
     return wgmma(ds.index(count & 1), k_cols, gl.zeros([BQ, D // 2], gl.float32, DQ), use_acc=False, is_async=True)
 
 
@@ -108,7 +108,7 @@ def _start_dq(C: gl.constexpr, count, none, ds, k, BQ: gl.constexpr, D: gl.const
 def last_dq(C: gl.constexpr, count, ds, k, dq_desc, parking, dq_empty, BQ: gl.constexpr, D: gl.constexpr):
     """dq of a tile's last block."""
     named_barrier("sync", HALF + (count & 1) * 4 + 1 - C)
-    dq = wgmma_wait(0, deps=[_start_dq(C, count, count >> 30, ds, k, BQ, D)])
+    dq = wgmma_wait(0, deps=[_start_dq(C, count, ds, k, BQ, D)])
     park(C, dq, dq_desc, parking, dq_empty, count)
 
 
@@ -143,7 +143,7 @@ def late_block(
     s_made = wgmma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not first:
         named_barrier("sync", HALF + (previous & 1) * 4 + 1 - C)
-    dq_made = _start_dq(C, previous, none, ds, k, BQ, D)
+    dq_made = _start_dq(C, previous, ds, k, BQ, D)
     row_lse = row_of(lse.index(s), BQ)
     score, dq = wgmma_wait(0, deps=[s_made, dq_made])
     if not first:
