@@ -1,15 +1,18 @@
 """Kernels in Gluon on a CPU: values and gradients of small cases, in drawn orders, and the faults that are found."""
 
-import pytest
+import re
 
-from tilesmith.engine import cases, ops
+import pytest
+import torch
+
+from tilesmith.engine import cases, launch, ops
 
 pytest.importorskip("triton")
 
-from tilesmith.validate.gluon import check
+from tilesmith.device.gluon import shim
+from tilesmith.validate.gluon import Deadlock, check, interpreted
 
 FEW = [case for case in cases("attention") if {"interpret", "compile"} & case.tags]
-RAN: set[str] = set()
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
@@ -19,4 +22,43 @@ def test_attention_by_its_kernels_for_hopper(case):
     assert result.passed, result.message
     if not ran:
         pytest.skip("the kernels refuse it")
-    RAN.update(ran)
+
+
+def _squares(fault: str, seed: int, tiles: int = 5) -> float:
+    """The error of `squares_kernel` with a fault."""
+    from gluon_faults import squares_kernel
+
+    layout = shim.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    x = torch.randn(64 * tiles, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    out = torch.zeros(64, 64, dtype=torch.bfloat16)
+    given = [shim.TensorDescriptor(t, list(t.shape), [64, 1], [64, 64], layout) for t in (x, out)]
+    with interpreted(seed) as ran:
+        launch(squares_kernel, (1,), *given, tiles, FAULT=fault, num_warps=4)
+    assert ran == ["squares_kernel"]
+    each = x.double().view(tiles, 64, 64)
+    return (out.double() - (each @ each.mT).sum(0)).abs().max().item()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_kernel_without_a_fault_is_right_in_any_order(seed):
+    assert _squares("", seed) <= 1.0  # half a unit of bf16 at 256, the largest sum
+
+
+FAULTS = {
+    "never waits for room": "more arrivals", "waits for the other phase": "Deadlock|more arrivals",
+    "gives room back too early": "wrong", "uses a product at once": "TypeError", "arrives twice": "Deadlock|wrong",
+    "never gives room back": "waits for phase", "overwrites what is stored": "wrong",
+    "waits at a barrier alone": "named barrier 9",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    """In one of eight orders at least; a deadlock and a misuse in each."""
+    found = []
+    for seed in range(8):
+        try:
+            found.append("wrong" if not _squares(fault, seed) <= 1.0 else "")
+        except (Deadlock, RuntimeError, TypeError) as problem:
+            found.append(f"{type(problem).__name__}: {problem}")
+    assert any(re.search(FAULTS[fault], one) for one in found), found

@@ -45,6 +45,11 @@ def partition() -> Partition:
     return running.context
 
 
+def pause() -> None:
+    """Let others run, now and then: what is between two such places happens at once."""
+    fibers().wait(lambda: True, "others")
+
+
 class Product:
     """A WGMMA that was asked for: its sums are there when it was waited for. It reads shared memory at any time until
     then, products of one partition in their order."""
@@ -86,6 +91,7 @@ def wgmma(a: Any, b: Any, acc: Any, *, use_acc: Any = True, is_async: Any = Fals
 def wgmma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = (), **_: Any) -> Any:
     running = fibers().running
     assert running is not None
+    pause()
     keep = int(plain(num_outstanding))
     over = running.products[: len(running.products) - keep] if keep else list(running.products)
     for product in over:
@@ -120,6 +126,7 @@ def mbarrier_wait(barrier: Any, phase: Any, pred: Any = True, **_: Any) -> None:
 def mbarrier_arrive(barrier: Any, count: Any = 1, pred: Any = True, **_: Any) -> None:
     if bool(plain(pred)):
         barrier.arrive(int(plain(count)))
+        pause()
 
 
 def mbarrier_expect(barrier: Any, bytes: Any, pred: Any = True, **_: Any) -> None:
@@ -138,7 +145,7 @@ def named_barrier(what: Any, number: Any, threads: Any = 256) -> None:
 
 def syncthreads(*_: Any, **__: Any) -> None:
     """Of a partition: its warps are one fiber."""
-    fibers().wait(lambda: True, "its own warps")
+    pause()
 
 
 # TMA
@@ -190,6 +197,7 @@ def tma_add(desc: Descriptor, coord: Any, src: Shared, **_: Any) -> None:
 def tma_store_wait(pendings: Any = 0, **_: Any) -> None:
     running = fibers().running
     assert running is not None
+    pause()
     keep = int(plain(pendings))
     over = running.stores[: len(running.stores) - keep] if keep else list(running.stores)
     for go, _done in over:
@@ -233,12 +241,12 @@ def store_release(pointer: Pointer, number: Any) -> None:
 
 
 def acquired(pointer: Pointer, number: Any) -> Value:
-    fibers().wait(lambda: True, "others")
+    pause()
     return Value((pointer.load().t == int(plain(number))).all())
 
 
 def acquire_or_wait(pointer: Pointer, number: Any) -> Value:
-    fibers().wait(lambda: True, "others")
+    pause()
     if int(pointer.load()) == 0:
         pointer.store(1)
         return Value(torch.tensor(False))
@@ -347,7 +355,7 @@ def split(x: Value) -> tuple[Value, Value]:
 
 def _atomic(compute: Callable[[int, int], int]) -> Callable[..., Value]:
     def on(pointer: Pointer, x: Any, mask: Any = None, **_: Any) -> Value:
-        fibers().wait(lambda: True, "others")
+        pause()
         before = pointer.load(mask, 0)
         if before.t.dim() == 0:
             pointer.store(compute(int(before), int(plain(x))), mask)
