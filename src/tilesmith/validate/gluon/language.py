@@ -12,8 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.validate.gluon.fibers import Fibers
-from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared
+from tilesmith.validate.gluon.fibers import Fibers, fibers, running
+from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared, Unfenced
 from tilesmith.validate.gluon.values import Layout, Pointer, Value, both, narrowed, plain, sizes, value
 
 
@@ -23,6 +23,7 @@ class Cta:
     def __init__(self, place: tuple[int, int, int], grid: tuple[int, int, int], warps: int, fibers: Fibers):
         self.place, self.grid, self.warps, self.fibers = place, grid, warps, fibers
         self.named: dict[int, Named] = {}
+        self.unfenced: list[Unfenced] = []
 
 
 class Partition:
@@ -32,17 +33,8 @@ class Partition:
         self.cta, self.warps, self.name = cta, warps, name
 
 
-_at_work: list[Fibers] = []
-
-
-def fibers() -> Fibers:
-    return _at_work[-1]
-
-
 def partition() -> Partition:
-    running = fibers().running
-    assert running is not None
-    return running.context
+    return running().context
 
 
 def pause() -> None:
@@ -73,33 +65,34 @@ class Product:
 
 
 def wgmma(a: Any, b: Any, acc: Any, *, use_acc: Any = True, is_async: Any = False, **_: Any) -> Any:
-    running = fibers().running
-    assert running is not None
+    mine = running()
     if partition().warps % 4:
         raise RuntimeError("a WGMMA is of warpgroups")
     use_acc = bool(plain(use_acc))
     if isinstance(acc, Value) and list(acc.t.shape) != [a.shape[0], b.shape[1]]:
         raise TypeError(f"sums {acc.shape} of a product {a.shape} x {b.shape}")
-    product = Product(a, b, acc, use_acc, running.products[-1] if running.products else None)
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            operand.check_fenced("a WGMMA")
+    product = Product(a, b, acc, use_acc, mine.products[-1] if mine.products else None)
     if not plain(is_async):
         return product.make()
-    running.products.append(product)
+    mine.products.append(product)
     fibers().later(product.make)
     return product
 
 
 def wgmma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = (), **_: Any) -> Any:
-    running = fibers().running
-    assert running is not None
+    mine = running()
     pause()
     keep = int(plain(num_outstanding))
-    over = running.products[: len(running.products) - keep] if keep else list(running.products)
+    over = mine.products[: len(mine.products) - keep] if keep else list(mine.products)
     for product in over:
         product.make()
-    running.products = running.products[len(over) :]
+    mine.products = mine.products[len(over) :]
     found = []
     for x in deps:
-        if isinstance(x, Product) and x not in running.products:
+        if isinstance(x, Product) and x not in mine.products:
             x = x.make()
         found.append(x)  # one that is still made must be waited for again before it is used
     return found[0] if len(found) == 1 else builtins.tuple(found)
@@ -173,8 +166,8 @@ def tma_load(desc: Descriptor, coord: Any, barrier: Any, tile: Shared) -> None:
 
 
 def _write(desc: Descriptor, coord: Any, src: Shared, add: bool) -> None:
-    corner, running = _corner(coord), fibers().running
-    assert running is not None
+    corner = _corner(coord)
+    src.check_fenced("a TMA store")
     done = [False]
 
     def go() -> None:
@@ -182,7 +175,7 @@ def _write(desc: Descriptor, coord: Any, src: Shared, add: bool) -> None:
             desc.store(corner, src, add)
             done[0] = True
 
-    running.stores.append((go, done))
+    running().stores.append((go, done))
     fibers().later(go)
 
 
@@ -195,14 +188,13 @@ def tma_add(desc: Descriptor, coord: Any, src: Shared, **_: Any) -> None:
 
 
 def tma_store_wait(pendings: Any = 0, **_: Any) -> None:
-    running = fibers().running
-    assert running is not None
+    mine = running()
     pause()
     keep = int(plain(pendings))
-    over = running.stores[: len(running.stores) - keep] if keep else list(running.stores)
+    over = mine.stores[: len(mine.stores) - keep] if keep else list(mine.stores)
     for go, _done in over:
         go()
-    running.stores = running.stores[len(over) :]
+    mine.stores = mine.stores[len(over) :]
 
 
 def tma_store_complete() -> None:
@@ -224,6 +216,12 @@ def cp_async_row(pointers: Pointer, barrier: Any, row: Shared) -> None:
 
 def cp_async_arrive(barrier: Any) -> None:
     barrier.arrive(32 * partition().warps)
+
+
+def fence_async() -> None:
+    """TMA and WGMMA see what this partition has stored to shared memory."""
+    for unfenced in partition().cta.unfenced:
+        unfenced.fence(running().number)
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -274,7 +272,7 @@ SHIM: dict[str, Any] = {
     "named_barrier": named_barrier, "syncthreads": syncthreads, "tma_copy": tma_copy, "tma_load": tma_load,
     "tma_store": tma_store, "tma_add": tma_add, "tma_store_wait": tma_store_wait,
     "tma_store_complete": tma_store_complete, "cp_async": cp_async, "cp_async_row": cp_async_row,
-    "cp_async_arrive": cp_async_arrive, "fence_async": nothing, "launch_dependents": nothing,
+    "cp_async_arrive": cp_async_arrive, "fence_async": fence_async, "launch_dependents": nothing,
     "grid_dependency_wait": nothing, "wait_acquire": wait_acquire, "store_release": store_release,
     "acquired": acquired, "acquire_or_wait": acquire_or_wait, "smem_tiles": smem_tiles, "smem_tile": smem_tile,
     "reinterpret": reinterpret,
@@ -367,14 +365,14 @@ def _atomic(compute: Callable[[int, int], int]) -> Callable[..., Value]:
 
 
 def warp_specialize(parts: Sequence[Any], warps: Sequence[Any], registers: Sequence[Any] = (), **_: Any) -> None:
-    mine, running = partition(), fibers()
+    mine, all_of_them = partition(), fibers()
     (first, given), *others = parts
     started = []
     for (fn, args), many in zip(others, plain(warps), strict=True):
         part = Partition(mine.cta, int(plain(many)), f"{mine.name}.{len(started) + 1} {fn.__name__}")
-        started.append(running.start(lambda fn=fn, args=args: fn(*args), part.name, part))
+        started.append(all_of_them.start(lambda fn=fn, args=args: fn(*args), part.name, part))
     first(*given)
-    running.wait(lambda: all(f.ended for f in started), "the other partitions")
+    all_of_them.wait(lambda: all(f.ended for f in started), "the other partitions")
 
 
 def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any) -> Any:

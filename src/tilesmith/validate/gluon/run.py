@@ -17,8 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from tilesmith.device.gluon import shim
 from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
-from tilesmith.validate.gluon import language
-from tilesmith.validate.gluon.fibers import Fibers
+from tilesmith.validate.gluon.fibers import Fibers, at_work
 from tilesmith.validate.gluon.language import GL, SHIM, TL, Cta, Partition
 from tilesmith.validate.gluon.memory import Descriptor
 from tilesmith.validate.gluon.substitutes import HELPERS
@@ -136,11 +135,8 @@ def run(
             fibers.start(lambda: body(**bound), name, Partition(cta, warps, name))
             running.add(place)
 
-    language._at_work.append(fibers)
-    try:
+    with at_work(fibers):
         fibers.run(more)
-    finally:
-        language._at_work.pop()
 
 
 @contextlib.contextmanager
