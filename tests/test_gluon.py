@@ -47,8 +47,8 @@ def test_a_kernel_without_a_fault_is_right_in_any_order(seed):
 FAULTS = {
     "never waits for room": "more arrivals", "waits for the other phase": "Deadlock|more arrivals",
     "gives room back too early": "wrong", "uses a product at once": "TypeError", "arrives twice": "Deadlock|wrong",
-    "never gives room back": "waits for phase", "overwrites what is stored": "wrong", "forgets a fence": "without a fence",
-    "waits at a barrier alone": "named barrier 9",
+    "never gives room back": "waits for phase", "overwrites what is stored": "wrong",
+    "forgets a fence": "without a fence", "waits at a barrier alone": "named barrier 9",
 }  # fmt: skip
 
 
