@@ -284,5 +284,6 @@ HELPERS: dict[str, Callable[..., Any]] = {
 
 PTX: dict[str, Callable[..., Any]] = {
     "min.u16x2 lower, $2, $3;": _kept, "max.bf16x2 $0, $1, $2;": _higher(torch.bfloat16),
-    "max.f16x2 $0, $1, $2;": _higher(torch.float16), "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
+    "max.f16x2 $0, $1, $2;": _higher(torch.float16),
+    "lop3.b32 $0, $1, $2, $3, 0xea;": lambda a, b, c: (a & b) | c, "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
 }  # fmt: skip
