@@ -69,8 +69,8 @@ class Cta:
         return self.reserved
 
     def store(self, addresses: Tensor, words: Tensor, barrier: int = 0) -> None:
-        """Let words arrive here at any time from now on, after those that were stored to the same place before. barrier:
-        the address of the mbarrier here that is told of their bytes; 0: none is."""
+        """Let words arrive here at any time from now on, after those that were stored to the same place before.
+        barrier: the address of the mbarrier here that is told of their bytes; 0: none is."""
 
         def come() -> None:
             memory = self.memory()

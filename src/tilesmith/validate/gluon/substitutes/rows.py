@@ -225,17 +225,20 @@ def _global(pointer: Pointer, size: int) -> Tensor:
 
 
 def bulk_load_rows(room: Any, at: Any, ptr: Pointer, other_at: Any, other_ptr: Any, size: Any) -> None:
-    memory, size = _cta().memory(), _number(size)
-    full = memory.barriers[_number(room)]
+    size = _number(size)
+    full = _cta().memory().barriers[_number(room)]
     copies = [(at, ptr)] if other_ptr is None else [(at, ptr), (other_at, other_ptr)]
     full.expect(size * len(copies))
     for to, source in copies:
+        _bulk_load(_cta().memory().at(_number(to), size), _global(source, size), full)
 
-        def come(to: Tensor = memory.at(_number(to), size), source: Tensor = _global(source, size)) -> None:
-            to.copy_(source)
-            full.came(size)
 
-        fibers().later(come)
+def _bulk_load(to: Tensor, source: Tensor, full: Barrier) -> None:
+    def come() -> None:
+        to.copy_(source)
+        full.came(source.numel())
+
+    fibers().later(come)
 
 
 def bulk_store_row(at: Any, ptr: Pointer, size: Any) -> None:
