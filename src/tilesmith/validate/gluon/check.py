@@ -16,8 +16,10 @@ def check(
     op: Op, backend: str, case: Case, dtype: torch.dtype, seed: int = 0, arch: str | Arch = "sm90"
 ) -> tuple[Result, list[str]]:
     """One kernel on one case, as `validate.cases.check` has it on a device, and the names of the device kernels that
-    ran; none where the kernels reject the case. Where one rejects it, the reference takes its place. seed: of the order
-    in which things happen. arch: the device that is assumed; one of few multiprocessors gives persistent kernels more work for each CTA."""
+    ran; none where the kernels reject the case. Where one rejects it, the reference takes its place.
+
+    seed: of the order in which things happen. arch: the device that is assumed; one of few multiprocessors gives a
+    persistent kernel's CTAs more work."""
     assumed = arch_named(arch) if isinstance(arch, str) else arch
     args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
     taps = [Tap(each, backend, assumed) for each in (op, op.vjp) if each is not None and backend in each.backends()]

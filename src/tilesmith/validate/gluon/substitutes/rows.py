@@ -230,22 +230,22 @@ def bulk_load_rows(room: Any, at: Any, ptr: Pointer, other_at: Any, other_ptr: A
     copies = [(at, ptr)] if other_ptr is None else [(at, ptr), (other_at, other_ptr)]
     full.expect(size * len(copies))
     for to, source in copies:
-        _bulk_load(_cta().memory().at(_number(to), size), _global(source, size), full)
+        _bulk_load(_cta(), _number(to), _global(source, size), full)
 
 
-def _bulk_load(to: Tensor, source: Tensor, full: Barrier) -> None:
+def _bulk_load(cta: Cta, to: int, source: Tensor, full: Barrier) -> None:
     def come() -> None:
-        to.copy_(source)
+        cta.memory().at(to, source.numel()).copy_(source)
         full.came(source.numel())
 
     fibers().later(come)
 
 
 def bulk_store_row(at: Any, ptr: Pointer, size: Any) -> None:
-    size = _number(size)
+    cta, at, size = _cta(), _number(at), _number(size)
     if size > 0:
-        source, to = _cta().memory().at(_number(at), size), _global(ptr, size)
-        bulk_store(lambda: to.copy_(source))
+        to = _global(ptr, size)
+        bulk_store(lambda: to.copy_(cta.memory().at(at, size)))
 
 
 def bulk_store_wait(room: Any) -> None:
