@@ -12,18 +12,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from tilesmith.validate.gluon.fibers import Fibers, fibers, running
-from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared, Unfenced
+from tilesmith.validate.gluon.cluster import Cta
+from tilesmith.validate.gluon.fibers import fibers, running
+from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared
 from tilesmith.validate.gluon.values import Layout, Pointer, Value, both, narrowed, plain, sizes, value
-
-
-class Cta:
-    """One program. lane: of a cluster, its CTAs by their rank."""
-
-    def __init__(self, place: tuple[int, int, int], grid: tuple[int, int, int], warps: int, fibers: Fibers):
-        self.place, self.grid, self.warps, self.fibers = place, grid, warps, fibers
-        self.named: dict[int, Named] = {}
-        self.unfenced: list[Unfenced] = []
 
 
 class Partition:
@@ -168,11 +160,16 @@ def tma_load(desc: Descriptor, coord: Any, barrier: Any, tile: Shared) -> None:
 def _write(desc: Descriptor, coord: Any, src: Shared, add: bool) -> None:
     corner = _corner(coord)
     src.check_fenced("a TMA store")
+    bulk_store(lambda: desc.store(corner, src, add))
+
+
+def bulk_store(store: Callable[[], None]) -> None:
+    """A copy from shared memory, which happens at any time until it is waited for."""
     done = [False]
 
     def go() -> None:
         if not done[0]:
-            desc.store(corner, src, add)
+            store()
             done[0] = True
 
     running().stores.append((go, done))
@@ -351,15 +348,10 @@ def split(x: Value) -> tuple[Value, Value]:
     return Value(x.t[..., 0].clone()), Value(x.t[..., 1].clone())
 
 
-def _atomic(compute: Callable[[int, int], int]) -> Callable[..., Value]:
+def _atomic(compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Value]:
     def on(pointer: Pointer, x: Any, mask: Any = None, **_: Any) -> Value:
         pause()
-        before = pointer.load(mask, 0)
-        if before.t.dim() == 0:
-            pointer.store(compute(int(before), int(plain(x))), mask)
-        else:
-            raise NotImplementedError("atomics of tensors")
-        return before
+        return pointer.update(x, compute, mask)
 
     return on
 
@@ -438,7 +430,7 @@ _ALIKE: dict[str, Any] = {  # in Gluon and in Triton's own dialect
     "pointer_type": tl.pointer_type, "static_assert": _static_assert, "static_range": _range,
     "program_id": lambda axis: value(partition().cta.place[int(plain(axis))]),
     "num_programs": lambda axis: value(partition().cta.grid[int(plain(axis))]), "load": _load, "store": _store,
-    "atomic_add": _atomic(lambda a, b: a + b), "atomic_max": _atomic(max), "arange": _arange, "full": full,
+    "atomic_add": _atomic(torch.add), "atomic_max": _atomic(_greater), "arange": _arange, "full": full,
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype), "to_tensor": value, "where": where,
     "zeros_like": lambda x: Value(torch.zeros_like(x.t)), "full_like": lambda x, n: full(x.shape, n, x.dtype),
     "minimum": _pair(_less), "maximum": _pair(_greater), "sum": total, "max": most, "reduce": reduced,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,9 @@ class Value:
         if plain(bitcast):
             return Value(self.t.contiguous().view(wanted))
         x = self.t
-        if x.dtype in _SIGNED and x.dtype != torch.uint64:
+        if x.dtype is torch.uint64 and not wanted.is_floating_point:
+            x = x.view(torch.int64)
+        elif x.dtype in _SIGNED and x.dtype is not torch.uint64:
             x = _widened(x)
         if wanted in _SIGNED:
             narrow = _SIGNED[wanted]
@@ -190,7 +192,8 @@ def _common(a: Value, b: Value, division: bool = False) -> torch.dtype:
 
 
 def both(a: Any, b: Any, division: bool = False) -> tuple[Tensor, Tensor, torch.dtype]:
-    """Two operands in the dtype in which they meet, unsigned ones in a wider one; and that dtype."""
+    """Two operands in the dtype in which they meet, unsigned ones in a wider one, of 64 bits as the signed numbers of
+    the same bits; and that dtype."""
     a, b = plain(a), plain(b)
     a = value(a, b if isinstance(b, Value) else None)
     b = value(b, a)
@@ -198,6 +201,8 @@ def both(a: Any, b: Any, division: bool = False) -> tuple[Tensor, Tensor, torch.
     found = [x.to(_NAMES[kind]).t if x.t.dtype is not kind else x.t for x in (a, b)]
     if kind in _WIDE:
         found = [_widened(x) for x in found]
+    elif kind is torch.uint64:
+        found = [x.contiguous().view(torch.int64) for x in found]
     return found[0], found[1], kind
 
 
@@ -215,16 +220,23 @@ def _arithmetic(name: str, compute: Any, division: bool = False) -> None:
         if not isinstance(plain(other), (Value, int, float)):
             return NotImplemented
         a, b, kind = both(self, other, division)
-        return narrowed(compute(a, b), kind)
+        return narrowed(_computing(name, compute, kind)(a, b), kind)
 
     def backward(self: Value, other: Any) -> Any:
         if not isinstance(plain(other), (Value, int, float)):
             return NotImplemented
         a, b, kind = both(other, self, division)
-        return narrowed(compute(a, b), kind)
+        return narrowed(_computing(name, compute, kind)(a, b), kind)
 
     setattr(Value, f"__{name}__", forward)
     setattr(Value, f"__r{name}__", backward)
+
+
+def _computing(name: str, compute: Any, kind: torch.dtype) -> Any:
+    """What computes an operator in a dtype, of numbers as `both` has them."""
+    if kind is torch.uint64 and name in ("truediv", "floordiv", "mod"):
+        raise NotImplementedError(f"{name} of 64 bits without a sign")
+    return _shifted_unsigned if kind is torch.uint64 and name == "rshift" else compute
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
@@ -239,6 +251,14 @@ def _shifted(a: Tensor, b: Tensor, left: bool) -> Tensor:
     by = torch.where(inside, b, 0)
     over = torch.zeros_like(a) if left else torch.where(a < 0, -1, 0).to(a.dtype)
     return torch.where(inside, a << by if left else a >> by, over)
+
+
+def _shifted_unsigned(a: Tensor, b: Tensor) -> Tensor:
+    """To the right, of 64 bits without a sign."""
+    inside = (b >= 0) & (b < 64)
+    by = torch.where(inside, b, 0)
+    most = torch.where(by == 0, -1, (1 << (64 - by.clamp(min=1))) - 1)
+    return torch.where(inside, (a >> by) & most, 0)
 
 
 _arithmetic("add", lambda a, b: a | b if a.dtype is torch.bool else a + b)
@@ -258,7 +278,9 @@ def _comparison(name: str, compute: Any) -> None:
     def compare(self: Value, other: Any) -> Any:
         if other is None or not isinstance(plain(other), (Value, int, float)):
             return NotImplemented
-        a, b, _ = both(self, other)
+        a, b, kind = both(self, other)
+        if kind is torch.uint64:  # in the order of numbers without a sign
+            a, b = a ^ torch.iinfo(torch.int64).min, b ^ torch.iinfo(torch.int64).min
         return Value(compute(a, b))
 
     setattr(Value, f"__{name}__", compare)
@@ -342,6 +364,19 @@ class Pointer:
         x = value(x, _like(kind)).to(_NAMES[kind]).t
         place, seen, x = self._placed(mask, x)
         self.memory[place[seen]] = x[seen]
+
+    def update(self, x: Any, compute: Callable[[Tensor, Tensor], Tensor], mask: Any = None) -> Value:
+        """Atomically combine what lies here with x, element by element; what was there before."""
+        kind = self.memory.dtype
+        x = value(x, _like(kind)).to(_NAMES[kind]).t
+        place, seen, x = self._placed(mask, x)
+        before = torch.zeros(place.shape, dtype=kind)
+        for i in range(place.numel()):
+            if seen.flatten()[i]:
+                at = place.flatten()[i]
+                before.view(-1)[i] = self.memory[at]
+                self.memory[at] = compute(self.memory[at], x.flatten()[i])
+        return Value(before)
 
 
 def flat(x: Tensor) -> Tensor:
