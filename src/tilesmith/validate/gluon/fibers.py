@@ -22,7 +22,7 @@ class _Ended(BaseException):
 @dataclass(eq=False)
 class Fiber:
     """body: what it runs. name: for errors. context: what it belongs to. waits: what it waits for, None where it may
-    run; told: the same in words. products, stores: what it asked for and has not waited for."""
+    run; told: the same in words. products, stores, copies: what it asked for and has not waited for."""
 
     body: Callable[[], None]
     name: str
@@ -32,6 +32,7 @@ class Fiber:
     ended: bool = False
     products: list[Any] = field(default_factory=list)
     stores: list[Any] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     thread: threading.Thread | None = None
 

@@ -205,17 +205,37 @@ def tma_store_complete() -> None:
 
 
 def cp_async(tile: Shared, pointers: Pointer, mask: Any = None) -> None:
-    found = pointers.load(mask, 0)
-    tile.put(found.t.expand(tile.shape))
+    running = fibers().running
+    assert running is not None
+    done = [False]
+
+    def come() -> None:
+        if not done[0]:
+            tile.put(pointers.load(mask, 0).t.expand(tile.shape))
+            done[0] = True
+
+    running.copies.append((come, done))
+    fibers().later(come)
 
 
 def cp_async_row(pointers: Pointer, barrier: Any, row: Shared) -> None:
-    row.put(pointers.load().t.expand(row.shape))
+    cp_async(row, pointers)
     cp_async_arrive(barrier)
 
 
 def cp_async_arrive(barrier: Any) -> None:
-    barrier.arrive(32 * partition().warps)
+    """Once what the partition has asked for has come."""
+    running, many = fibers().running, 32 * partition().warps
+    assert running is not None
+    before = [copy for copy in running.copies if not copy[1][0]]
+    running.copies = list(before)
+
+    def arrive() -> None:
+        for come, _ in before:
+            come()
+        barrier.arrive(many)
+
+    fibers().later(arrive)
 
 
 def nothing(*_: Any, **__: Any) -> None:
