@@ -12,17 +12,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from tilesmith.validate.gluon.cluster import Cta
 from tilesmith.validate.gluon.fibers import Fibers
 from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared
 from tilesmith.validate.gluon.values import Layout, Pointer, Value, both, narrowed, plain, sizes, value
-
-
-class Cta:
-    """One program. lane: of a cluster, its CTAs by their rank."""
-
-    def __init__(self, place: tuple[int, int, int], grid: tuple[int, int, int], warps: int, fibers: Fibers):
-        self.place, self.grid, self.warps, self.fibers = place, grid, warps, fibers
-        self.named: dict[int, Named] = {}
 
 
 class Partition:
@@ -166,13 +159,19 @@ def tma_load(desc: Descriptor, coord: Any, barrier: Any, tile: Shared) -> None:
 
 
 def _write(desc: Descriptor, coord: Any, src: Shared, add: bool) -> None:
-    corner, running = _corner(coord), fibers().running
+    corner = _corner(coord)
+    bulk_store(lambda: desc.store(corner, src, add))
+
+
+def bulk_store(store: Callable[[], None]) -> None:
+    """A copy from shared memory, which happens at any time until it is waited for."""
+    running = fibers().running
     assert running is not None
     done = [False]
 
     def go() -> None:
         if not done[0]:
-            desc.store(corner, src, add)
+            store()
             done[0] = True
 
     running.stores.append((go, done))
@@ -376,15 +375,10 @@ def split(x: Value) -> tuple[Value, Value]:
     return Value(x.t[..., 0].clone()), Value(x.t[..., 1].clone())
 
 
-def _atomic(compute: Callable[[int, int], int]) -> Callable[..., Value]:
+def _atomic(compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Value]:
     def on(pointer: Pointer, x: Any, mask: Any = None, **_: Any) -> Value:
         fibers().wait(lambda: True, "others")
-        before = pointer.load(mask, 0)
-        if before.t.dim() == 0:
-            pointer.store(compute(int(before), int(plain(x))), mask)
-        else:
-            raise NotImplementedError("atomics of tensors")
-        return before
+        return pointer.update(x, compute, mask)
 
     return on
 
@@ -463,7 +457,7 @@ _ALIKE: dict[str, Any] = {  # in Gluon and in Triton's own dialect
     "pointer_type": tl.pointer_type, "static_assert": _static_assert, "static_range": _range,
     "program_id": lambda axis: value(partition().cta.place[int(plain(axis))]),
     "num_programs": lambda axis: value(partition().cta.grid[int(plain(axis))]), "load": _load, "store": _store,
-    "atomic_add": _atomic(lambda a, b: a + b), "atomic_max": _atomic(max), "arange": _arange, "full": full,
+    "atomic_add": _atomic(torch.add), "atomic_max": _atomic(_greater), "arange": _arange, "full": full,
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype), "to_tensor": value, "where": where,
     "zeros_like": lambda x: Value(torch.zeros_like(x.t)), "full_like": lambda x, n: full(x.shape, n, x.dtype),
     "minimum": _pair(_less, torch.minimum), "maximum": _pair(_greater, torch.maximum), "sum": total, "max": most, "reduce": reduced,

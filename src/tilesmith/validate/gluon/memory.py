@@ -145,6 +145,7 @@ class Barriers:
 
     def __init__(self, number: int, count: int, name: str):
         self.all = [Barrier(count, f"{name}[{i}]") for i in range(number)]
+        self.shape = [number, 1]
 
     def index(self, i: Any) -> Barrier:
         return self.all[int(plain(i))]

@@ -18,13 +18,14 @@ from triton.runtime.jit import JITFunction
 from tilesmith.device.gluon import shim
 from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
 from tilesmith.validate.gluon import language
+from tilesmith.validate.gluon.cluster import Cluster, Cta
 from tilesmith.validate.gluon.fibers import Fibers
-from tilesmith.validate.gluon.language import GL, SHIM, TL, Cta, Partition
+from tilesmith.validate.gluon.language import GL, SHIM, TL, Partition
 from tilesmith.validate.gluon.memory import Descriptor
 from tilesmith.validate.gluon.substitutes import HELPERS
 from tilesmith.validate.gluon.values import Pointer, plain, value
 
-RESIDENT = 6  # programs that run at a time
+RESIDENT = 6  # programs that run at a time, unless a cluster has more
 
 
 class _Globals(dict):
@@ -43,6 +44,16 @@ def _builtin(name: str) -> Any:
     if not hasattr(builtins, name):
         raise KeyError(name)
     return getattr(builtins, name)
+
+
+class _Module:
+    """A module of ours whose members kernels name."""
+
+    def __init__(self, module: types.ModuleType):
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return converted(getattr(self.module, name))
 
 
 _SHIM = {id(getattr(shim, name)): found for name, found in SHIM.items() if hasattr(shim, name)}
@@ -69,6 +80,8 @@ def converted(x: Any) -> Any:
         _known[id(x)] = found = _class(x.written)
     elif isinstance(x, types.FunctionType) and f"{x.__module__}.{x.__name__}" in HELPERS:
         _known[id(x)] = found = _function(x)
+    elif isinstance(x, types.ModuleType) and x.__name__.startswith("tilesmith."):
+        _known[id(x)] = found = _Module(x)
     elif isinstance(x, tuple):
         found = tuple(converted(one) for one in x)
     else:
@@ -113,7 +126,7 @@ def _argument(x: Any) -> Any:
 def run(
     kernel: Any, grid: tuple[int, ...], args: tuple, named: dict[str, Any], cluster: int = 1, seed: int = 0
 ) -> None:
-    """One launch."""
+    """One launch. cluster: how many neighbours along the grid's first dim start together."""
     parameters = list(inspect.signature(kernel.fn).parameters.values())
     given = dict(zip((p.name for p in parameters), args)) | named
     bound = {}
@@ -127,14 +140,21 @@ def run(
     places.reverse()
     warps = int(named.get("num_warps", 4))
 
+    def program(cta: Cta) -> None:
+        body(**bound)
+        cta.ended = True
+
     def more() -> None:
-        running = {f.context.cta.place for f in fibers.alive}
-        while places and len(running) < RESIDENT:
-            place = places.pop()
-            cta = Cta(place, (x, y, z), warps, fibers)
-            name = f"{kernel.__name__}{place[: len(grid)]}"
-            fibers.start(lambda: body(**bound), name, Partition(cta, warps, name))
-            running.add(place)
+        running = len({f.context.cta.place for f in fibers.alive})
+        while places and (not running or running + cluster <= RESIDENT):
+            together = Cluster(cluster)
+            for rank in range(cluster):
+                place = places.pop()
+                cta = Cta(place, (x, y, z), warps, fibers, together, rank)
+                together.ctas.append(cta)
+                name = f"{kernel.__name__}{place[: len(grid)]}"
+                fibers.start(lambda cta=cta: program(cta), name, Partition(cta, warps, name))
+            running += cluster
 
     language._at_work.append(fibers)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -342,6 +342,19 @@ class Pointer:
         x = value(x, _like(kind)).to(_NAMES[kind]).t
         place, seen, x = self._placed(mask, x)
         self.memory[place[seen]] = x[seen]
+
+    def update(self, x: Any, compute: Callable[[Tensor, Tensor], Tensor], mask: Any = None) -> Value:
+        """Atomically combine what lies here with x, element by element; what was there before."""
+        kind = self.memory.dtype
+        x = value(x, _like(kind)).to(_NAMES[kind]).t
+        place, seen, x = self._placed(mask, x)
+        before = torch.zeros(place.shape, dtype=kind)
+        for i in range(place.numel()):
+            if seen.flatten()[i]:
+                at = place.flatten()[i]
+                before.view(-1)[i] = self.memory[at]
+                self.memory[at] = compute(self.memory[at], x.flatten()[i])
+        return Value(before)
 
 
 def flat(x: Tensor) -> Tensor:
