@@ -1,5 +1,7 @@
 """Kernels in Gluon on a CPU: values and gradients of small cases, in drawn orders, and the faults that are found."""
 
+from fnmatch import fnmatch
+
 import pytest
 
 from tilesmith.engine import cases, ops
@@ -20,3 +22,29 @@ def test_attention_by_its_kernels_for_hopper(case):
     if not ran:
         pytest.skip("the kernels refuse it")
     RAN.update(ran)
+
+
+SERVED = {  # small cases that other kernels serve
+    ("attention", "hopper_split"): ("decode_80_rows*", "decode_160_rows"),
+    ("attention", "hopper_cluster"): ("decode_one_token", "decode_odd_head", "decode_1_kv_head_small"),
+    ("attention", "hopper_latent"): ("decode_576",),
+    ("attention", "hopper_fp8"): ("e4m3*",),
+    ("attention_partial", "hopper"): ("fp32_*",),
+    ("experts", "hopper"): ("several_tiles", "sentinels", "whole_tiles", "whole_tiles_gpt_oss"),
+    ("experts_fp8", "hopper"): ("whole_tiles", "few_tokens"),
+    ("experts_vjp_fp8", "hopper"): ("whole_tiles*", "few_tokens"),
+}
+OF_OTHERS = [
+    pytest.param(op, backend, case, id=f"{op}-{backend}-{case.name}")
+    for (op, backend), names in SERVED.items()
+    for case in cases(op)
+    if {"interpret", "compile"} & case.tags and any(fnmatch(case.name, name) for name in names)
+]
+
+
+@pytest.mark.parametrize(("op", "backend", "case"), OF_OTHERS)
+def test_other_kernels_for_hopper(op, backend, case):
+    dtype = next(d for d in case.dtypes if d.itemsize == 2)
+    result, ran = check(ops()[op], backend, case, dtype, seed=len(case.name))
+    assert result.passed, result.message
+    assert ran, "the kernels refuse it"
