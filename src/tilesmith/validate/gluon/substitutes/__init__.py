@@ -2,5 +2,5 @@
 
 from tilesmith.validate.gluon.substitutes import attention, device, fp8, rows
 
-HELPERS = device.HELPERS | attention.HELPERS | fp8.HELPERS | rows.HELPERS
+HELPERS = device.HELPERS | attention.HELPERS | rows.HELPERS
 PTX = device.PTX | attention.PTX | fp8.PTX | rows.PTX

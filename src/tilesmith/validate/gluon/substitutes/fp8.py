@@ -27,11 +27,12 @@ def _less_product_down(top: Value, factor: Value, start: Value) -> Value:
 
 
 def _codes(*numbers: Value) -> Value:
-    """The low bytes of four numbers in fp16, in one word; 0 for what is negative or no number."""
+    """The low bytes of four numbers in fp16, in one word. Negative ones are 0; of a NaN all bits but the sign are 1."""
     total = torch.zeros(numbers[0].t.shape, dtype=torch.int64)
     for i, x in enumerate(numbers):
-        half = torch.where(x.t > 0, x.t, 0.0).to(torch.float16).clamp(max=65504.0)
-        total |= (half.contiguous().view(torch.int16).to(torch.int64) & 0xFF) << (8 * i)
+        half = x.t.clamp(min=0.0).to(torch.float16).contiguous().view(torch.int16)
+        half = torch.where(x.t.isnan(), 0x7FFF, half.to(torch.int64))
+        total |= (half & 0xFF) << (8 * i)
     return Value(word(total))
 
 
@@ -94,8 +95,6 @@ _CASTS: dict[str, Callable[..., Any]] = {
     "shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t;": lambda x: x.to(torch.float32),
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda x: x.to(torch.bfloat16),
 }  # fmt: skip
-
-HELPERS: dict[str, Callable[..., Any]] = {}
 
 PTX: dict[str, Callable[..., Any]] = {
     "neg.f32 minus, $1; fma.rm.f32 $0, minus, $2, $3;": _less_product_down,
