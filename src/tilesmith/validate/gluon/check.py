@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from tilesmith.engine import Case, Op, use
@@ -13,11 +15,14 @@ from tilesmith.validate.offline import Tap
 
 
 def check(
-    op: Op, backend: str, case: Case, dtype: torch.dtype, seed: int = 0, arch: str = "sm90"
+    op: Op, backend: str, case: Case, dtype: torch.dtype, seed: int = 0, arch: str = "sm90", sms: int = 0
 ) -> tuple[Result, list[str]]:
     """One kernel on one case, as `validate.cases.check` has it on a device, and the names of the device kernels that
-    ran; none where the kernel rejects the case. seed: of the order in which things happen."""
+    ran; none where the kernel rejects the case. seed: of the order in which things happen. sms: multiprocessors that
+    are assumed, if not all of the arch's: on few, a program makes many tiles one after another."""
     assumed = arch_named(arch)
+    if sms:
+        assumed = dataclasses.replace(assumed, sms=sms)
     args = op.bind((), case.build(torch.device("cpu"), dtype, case.generator()))
     taps = [Tap(each, backend, assumed) for each in (op, op.vjp) if each is not None and backend in each.backends()]
     if taps[0].op is op and taps[0].refused(args):
