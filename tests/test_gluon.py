@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -14,50 +15,62 @@ pytest.importorskip("triton")
 from tilesmith.device.gluon import shim
 from tilesmith.validate.gluon import Deadlock, check, interpreted
 
-FEW = [case for case in cases("attention") if {"interpret", "compile"} & case.tags]
-SMALL = replace(arch_named("sm90"), sms=9)  # so that a persistent CTA has several rows
+FEW_SMS = replace(arch_named("sm90"), sms=9)  # so that a persistent CTA has several rows
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
-def test_attention_by_its_kernels_for_hopper(case):
-    dtype = next(d for d in case.dtypes if d.itemsize == 2)
-    result, ran = check(ops()["attention"], "hopper", case, dtype, seed=len(case.name))
-    assert result.passed, result.message
-    if not ran:
-        pytest.skip("the kernels refuse it")
+def small(name, backends, *patterns, every=1):
+    """(op, backend, case) of an op's small cases whose names match; of many every so many."""
+    found = [c for c in cases(name) if {"interpret", "compile"} & c.tags and any(d.itemsize == 2 for d in c.dtypes)]
+    found = [c for c in found if any(fnmatch(c.name, pattern) for pattern in patterns)][::every]
+    assert found, (name, patterns)
+    return [pytest.param(name, b, c, id=f"{name}-{b}-{c.name}") for b in backends.split() for c in found]
 
 
-def small_cases(name, backends, *pieces, every=1):
-    """(op, backend, case) of an op's small cases with one of these pieces in their names."""
-    found = [c for c in cases(name) if {"interpret", "compile"} & c.tags and "test" in c.tags]
-    found = [c for c in found if torch.bfloat16 in c.dtypes and any(piece in c.name for piece in pieces)][::every]
-    return [
-        pytest.param(name, backend, c, id=f"{name}-{backend}-{c.name}") for backend in backends.split() for c in found
-    ]
-
-
+TILES = [
+    *small("attention", "hopper", "packed_apart", "d*_small", "decode_160_rows", "decode_1_kv_head_small"),
+    *small("attention", "hopper_split", "decode_80_rows*", "decode_160_rows"),
+    *small("attention", "hopper_cluster", "decode_one_token", "decode_odd_head", "decode_1_kv_head_small"),
+    *small("attention", "hopper_latent", "decode_576"),
+    *small("attention", "hopper_fp8", "e4m3*"),
+    *small("attention_partial", "hopper", "fp32_*"),
+    *small("experts", "hopper", "several_tiles", "sentinels", "whole_tiles", "whole_tiles_gpt_oss"),
+    *small("experts_fp8", "hopper", "whole_tiles", "few_tokens"),
+    *small("experts_vjp_fp8", "hopper", "whole_tiles*", "few_tokens"),
+]
 ROWS = [
-    *small_cases("rms_norm", "hopper hopper_persistent", "parts"),
-    *small_cases("layer_norm", "hopper hopper_persistent", "parts"),
-    *small_cases("add_rms_norm", "hopper", "parts"),
-    *small_cases("add_rms_norm", "hopper_persistent", "parts_staying"),
-    *small_cases("add_layer_norm", "hopper hopper_persistent", "parts"),
-    *small_cases("dropout_add_norm", "hopper", "parts"),
-    *small_cases("dropout_add_norm", "hopper_persistent", "parts_persistent"),
-    *small_cases("softmax", "hopper", "parts", "wide"),
-    *small_cases("softmax", "hopper_causal", "causal_parts", "causal_swept"),
-    *small_cases("softmax_dropout", "hopper", "parts", "wide"),
-    *small_cases("softmax_dropout", "hopper_causal", "causal_parts", "causal_swept"),
-    *small_cases("rms_norm_rope", "hopper", "tiles"),
-    *small_cases("linear_cross_entropy", "hopper", "parts"),
-    *small_cases("linear_cross_entropy", "hopper", "exp2", every=5),
-    *small_cases("dequantize_packed", "hopper", "each_width"),
+    *small("rms_norm", "hopper hopper_persistent", "*parts*"),
+    *small("layer_norm", "hopper hopper_persistent", "*parts*"),
+    *small("add_rms_norm", "hopper", "*parts*"),
+    *small("add_rms_norm", "hopper_persistent", "*parts_staying*"),
+    *small("add_layer_norm", "hopper hopper_persistent", "*parts*"),
+    *small("dropout_add_norm", "hopper", "*parts*"),
+    *small("dropout_add_norm", "hopper_persistent", "*parts_persistent*"),
+    *small("softmax", "hopper", "*parts*", "*wide*"),
+    *small("softmax", "hopper_causal", "*causal_parts*", "*causal_swept*"),
+    *small("softmax_dropout", "hopper", "*parts*", "*wide*"),
+    *small("softmax_dropout", "hopper_causal", "*causal_parts*", "*causal_swept*"),
+    *small("rms_norm_rope", "hopper", "*tiles*"),
+    *small("linear_cross_entropy", "hopper", "*parts*"),
+    *small("linear_cross_entropy", "hopper", "*exp2*", every=5),
+    *small("dequantize_packed", "hopper", "*each_width*"),
 ]
 
 
+def _checked(name, backend, case, arch):
+    dtype = next(d for d in (torch.bfloat16, torch.float16) if d in case.dtypes)
+    return check(ops()[name], backend, case, dtype, seed=len(case.name), arch=arch)
+
+
+@pytest.mark.parametrize(("name", "backend", "case"), TILES)
+def test_kernels_of_tiles(name, backend, case):
+    result, ran = _checked(name, backend, case, "sm90")
+    assert result.passed, result.message
+    assert ran, "the kernels refuse it"
+
+
 @pytest.mark.parametrize(("name", "backend", "case"), ROWS)
-def test_rows_by_their_kernels_for_hopper(name, backend, case):
-    result, ran = check(ops()[name], backend, case, torch.bfloat16, seed=len(case.name), arch=SMALL)
+def test_kernels_of_rows(name, backend, case):
+    result, ran = _checked(name, backend, case, FEW_SMS)
     assert result.passed, result.message
     if not ran:
         pytest.skip("the kernels refuse it")

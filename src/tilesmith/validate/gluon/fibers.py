@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OFTEN = 0.2  # how often a fiber that need not wait lets others run first
+SPEEDS = (1.0, 1.0, 0.1, 0.01)  # of fibers, and of what is asynchronous: one is far behind where another has ended
 
 
 class Deadlock(RuntimeError):
@@ -22,9 +23,9 @@ class _Ended(BaseException):
 
 @dataclass(eq=False)
 class Fiber:
-    """body: what it runs. name: for errors. context: what it belongs to. number: from 1 to 127. waits: what it
-    waits for, None where it may run; told: the same in words. products, stores: what it asked for and has not
-    waited for."""
+    """body: what it runs. name: for errors. context: what it belongs to. number: from 1 to 127. waits: what it waits
+    for, None where it may run; told: the same in words. products, stores, copies: what it asked for and has not waited
+    for. speed: how often it is chosen, beside others."""
 
     body: Callable[[], None]
     name: str
@@ -35,6 +36,8 @@ class Fiber:
     ended: bool = False
     products: list[Any] = field(default_factory=list)
     stores: list[Any] = field(default_factory=list)
+    copies: list[Any] = field(default_factory=list)
+    speed: float = 1.0
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     thread: threading.Thread | None = None
 
@@ -50,10 +53,11 @@ class Fibers:
         self.problem: BaseException | None = None
         self.running: Fiber | None = None
         self.ending, self.started = False, 0
+        self.speed = self.random.choice(SPEEDS)  # of events
 
     def start(self, body: Callable[[], None], name: str, context: Any) -> Fiber:
         self.started += 1
-        fiber = Fiber(body, name, context, self.started % 127 + 1)
+        fiber = Fiber(body, name, context, self.started % 127 + 1, speed=self.random.choice(SPEEDS))
         fiber.thread = threading.Thread(target=self._live, args=(fiber,), daemon=True)
         self.alive.append(fiber)
         fiber.thread.start()
@@ -88,14 +92,14 @@ class Fibers:
         if self.ending:
             raise _Ended
 
-    def run(self, more: Callable[[], bool] = lambda: False) -> None:
+    def run(self, more: Callable[[], None] = lambda: None) -> None:
         """Until every fiber has ended, or one failed, whose error is raised. more: starts further fibers where there
-        is room, and says whether it did. Raises Deadlock."""
+        is room. Raises Deadlock."""
         try:
             while self.problem is None:
                 more()
                 ready = [f for f in self.alive if f.waits is None or f.waits()]
-                choice = self.random.randrange(len(ready) + len(self.events)) if ready or self.events else -1
+                choice = self._chosen(ready) if ready or self.events else -1
                 if choice >= len(ready):
                     self.events.pop(choice - len(ready))()
                 elif choice >= 0:
@@ -109,6 +113,11 @@ class Fibers:
             self.ending = True
             for fiber in list(self.alive):
                 self._resume(fiber)
+
+    def _chosen(self, ready: list[Fiber]) -> int:
+        """The number of a fiber, or behind these of an event."""
+        speeds = [f.speed for f in ready] + [self.speed] * len(self.events)
+        return self.random.choices(range(len(speeds)), speeds)[0]
 
     def _resume(self, fiber: Fiber) -> None:
         self.running = fiber

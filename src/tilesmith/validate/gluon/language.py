@@ -202,17 +202,37 @@ def tma_store_complete() -> None:
 
 
 def cp_async(tile: Shared, pointers: Pointer, mask: Any = None) -> None:
-    found = pointers.load(mask, 0)
-    tile.put(found.t.expand(tile.shape))
+    running = fibers().running
+    assert running is not None
+    done = [False]
+
+    def come() -> None:
+        if not done[0]:
+            tile.put(pointers.load(mask, 0).t.expand(tile.shape))
+            done[0] = True
+
+    running.copies.append((come, done))
+    fibers().later(come)
 
 
 def cp_async_row(pointers: Pointer, barrier: Any, row: Shared) -> None:
-    row.put(pointers.load().t.expand(row.shape))
+    cp_async(row, pointers)
     cp_async_arrive(barrier)
 
 
 def cp_async_arrive(barrier: Any) -> None:
-    barrier.arrive(32 * partition().warps)
+    """Once what the partition has asked for has come."""
+    running, many = fibers().running, 32 * partition().warps
+    assert running is not None
+    before = [copy for copy in running.copies if not copy[1][0]]
+    running.copies = list(before)
+
+    def arrive() -> None:
+        for come, _ in before:
+            come()
+        barrier.arrive(many)
+
+    fibers().later(arrive)
 
 
 def fence_async() -> None:
@@ -283,13 +303,13 @@ def _unary(compute: Callable[[Tensor], Tensor]) -> Callable[..., Value]:
     return lambda x, **_: Value(compute(value(x).t))
 
 
-def _pair(compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    def of(a: Any, b: Any, **_: Any) -> Any:
+def _pair(compute: Callable[..., Tensor], with_nan: Callable[..., Tensor]) -> Callable[..., Any]:
+    def of(a: Any, b: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Any:
         a, b = plain(a), plain(b)
         if not (isinstance(a, Value) or isinstance(b, Value)):
             return int(compute(torch.tensor(a), torch.tensor(b)))
         x, y, kind = both(a, b)
-        return narrowed(compute(x, y), kind)
+        return narrowed((compute if propagate_nan == tl.PropagateNan.NONE else with_nan)(x, y), kind)
 
     return of
 
@@ -309,19 +329,19 @@ def where(condition: Any, x: Any, y: Any) -> Value:
     return narrowed(torch.where(condition.t.to(torch.bool), a, b), kind)
 
 
-def total(x: Value, axis: Any = None, **_: Any) -> Value:
+def total(x: Value, axis: Any = None, keep_dims: Any = False, **_: Any) -> Value:
     t = x.t.int() if x.t.dtype is torch.bool else x.t
     t = t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
-    t = t.sum() if axis is None else t.sum(int(plain(axis)))
+    t = t.sum() if axis is None else t.sum(int(plain(axis)), bool(plain(keep_dims)))
     return Value(t if t.is_floating_point() or x.t.dtype is torch.int64 else t.to(torch.int32))
 
 
-def most(x: Value, axis: Any = None, **_: Any) -> Value:
+def most(x: Value, axis: Any = None, keep_dims: Any = False, **_: Any) -> Value:
     t = torch.nan_to_num(x.t, float("-inf"), float("inf"), float("-inf")) if x.t.is_floating_point() else x.t
-    return Value(t.amax() if axis is None else t.amax(int(plain(axis))))
+    return Value(t.amax() if axis is None else t.amax(int(plain(axis)), bool(plain(keep_dims))))
 
 
-def reduced(x: Any, axis: Any, combine: Callable[..., Any], **_: Any) -> Any:
+def reduced(x: Any, axis: Any, combine: Callable[..., Any], keep_dims: Any = False, **_: Any) -> Any:
     """By halves, as a tree."""
     several = isinstance(x, builtins.tuple)
     parts, dim = (x if several else (x,)), int(plain(axis))
@@ -331,13 +351,24 @@ def reduced(x: Any, axis: Any, combine: Callable[..., Any], **_: Any) -> Any:
         high = [Value(p.t.narrow(dim, half, half)) for p in parts]
         made = combine(*low, *high)
         parts = made if several else (made,)
-    found = builtins.tuple(Value(p.t.squeeze(dim)) for p in parts)
+    found = parts if plain(keep_dims) else builtins.tuple(Value(p.t.squeeze(dim)) for p in parts)
     return found if several else found[0]
 
 
 def full(shape: Any, x: Any, dtype: Any, layout: Any = None) -> Value:
     found = value(x).to(dtype).t
     return Value(found.expand(sizes([shape])).clone())
+
+
+def fused(a: Value, b: Any, c: Any) -> Value:
+    """a * b + c, rounded once."""
+    a, b, c = (x.to(tl.float64) for x in (a, value(b, a), value(c, a)))
+    return (a * b + c).to(tl.float32)
+
+
+def histogram(x: Value, bins: Any) -> Value:
+    """How many integers are 0, 1 and so on."""
+    return Value(torch.bincount(x.t.reshape(-1), minlength=int(plain(bins)))[: int(plain(bins))].to(torch.int32))
 
 
 def join(a: Value, b: Value) -> Value:
@@ -433,12 +464,13 @@ _ALIKE: dict[str, Any] = {  # in Gluon and in Triton's own dialect
     "atomic_add": _atomic(torch.add), "atomic_max": _atomic(_greater), "arange": _arange, "full": full,
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype), "to_tensor": value, "where": where,
     "zeros_like": lambda x: Value(torch.zeros_like(x.t)), "full_like": lambda x, n: full(x.shape, n, x.dtype),
-    "minimum": _pair(_less), "maximum": _pair(_greater), "sum": total, "max": most, "reduce": reduced,
+    "minimum": _pair(_less, torch.minimum), "maximum": _pair(_greater, torch.maximum),
+    "sum": total, "max": most, "reduce": reduced,
     "expand_dims": lambda x, axis: x.expand_dims(axis), "reshape": reshape, "join": join, "split": split,
     "permute": lambda x, order: Value(x.t.permute(sizes([order]))), "inline_asm_elementwise": inline_asm_elementwise,
     "exp2": _unary(torch.exp2), "exp": _unary(torch.exp), "log2": _unary(torch.log2), "log": _unary(torch.log),
     "rsqrt": _unary(torch.rsqrt), "sqrt": _unary(torch.sqrt), "abs": _unary(torch.abs), "floor": _unary(torch.floor),
-    "fma": lambda a, b, c: a * b + c, "assume": nothing,
+    "fma": fused, "assume": nothing,
 }  # fmt: skip
 GL = SimpleNamespace(
     **_ALIKE, **dict.fromkeys(_LAYOUTS, Layout), shared_memory_descriptor=Shared, num_warps=lambda: partition().warps,
@@ -446,11 +478,12 @@ GL = SimpleNamespace(
     barrier=syncthreads, thread_barrier=syncthreads,
 )  # fmt: skip
 TL = SimpleNamespace(
-    **_ALIKE, range=_range, cdiv=lambda a, b: (a + b - 1) // b, debug_barrier=syncthreads,
+    **_ALIKE, PropagateNan=tl.PropagateNan, range=_range, cdiv=lambda a, b: (a + b - 1) // b, debug_barrier=syncthreads,
     dot=lambda a, b, c=None, **_: mma_sync(a, b, 0.0 if c is None else c),
     trans=lambda x, *order: Value(x.t.permute(sizes(order)) if order else x.t.mT),
     ravel=lambda x, **_: Value(x.t.reshape(-1)), broadcast_to=lambda x, *shape: Value(x.t.expand(sizes(shape))),
     cast=lambda x, dtype, bitcast=False, **_: value(x).to(dtype, bitcast),
     extra=SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=nothing, gdc_wait=nothing)),
-    multiple_of=lambda x, *_: x, max_contiguous=lambda x, *_: x,
+    multiple_of=lambda x, *_: x, max_contiguous=lambda x, *_: x, histogram=histogram,
+    cumsum=lambda x, axis=0, **_: Value(x.t.cumsum(int(plain(axis)), dtype=x.t.dtype)),
 )  # fmt: skip
