@@ -27,7 +27,10 @@ def small(name, backends, *patterns, every=1):
 
 
 TILES = [
-    *small("attention", "hopper", "packed_apart", "d*_small", "decode_160_rows", "decode_1_kv_head_small"),
+    *small(
+        "attention", "hopper", "packed_apart", "d64_*small", "d72_small", "d128_*_small", "d192_*_small", "d256_small"
+    ),
+    *small("attention", "hopper", "d512_small", "decode_160_rows", "decode_1_kv_head_small"),
     *small("attention", "hopper_split", "decode_80_rows*", "decode_160_rows"),
     *small("attention", "hopper_cluster", "decode_one_token", "decode_odd_head", "decode_1_kv_head_small"),
     *small("attention", "hopper_latent", "decode_576"),
