@@ -14,17 +14,17 @@ from tilesmith.validate.gluon.values import _NAMES, Type, Value, flat, plain, si
 
 class Shared:
     """A piece of shared memory: elements of `room`, a whole allocation, at `places`. outside: why nobody may write to
-    it; read, it has what nobody wrote."""
+    it; read, it has what nobody wrote. layout: by which its rows lie."""
 
-    def __init__(self, room: Tensor, places: Tensor, outside: str = ""):
-        self.room, self.places, self.outside = room, places, outside
+    def __init__(self, room: Tensor, places: Tensor, outside: str = "", layout: Any = None):
+        self.room, self.places, self.outside, self.layout = room, places, outside, layout
 
     @classmethod
     def allocate(cls, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
         """Filled with what nobody wrote: NaN, or numbers that are out of every range."""
         kind, shape = torch_dtype(dtype), sizes([shape])
         room = torch.full((math.prod(shape) * kind.itemsize,), 0xFF, dtype=torch.uint8).view(kind)
-        return cls(room, _order(shape, layout, kind.itemsize))
+        return cls(room, _order(shape, layout, kind.itemsize), layout=layout)
 
     @property
     def t(self) -> Tensor:
@@ -46,7 +46,7 @@ class Shared:
         return Type(self.dtype, self.shape)
 
     def _at(self, places: Tensor) -> Shared:
-        return Shared(self.room, places, self.outside)
+        return Shared(self.room, places, self.outside, self.layout)
 
     def index(self, i: Any) -> Shared:
         i, many = int(plain(i)), self.places.shape[0]
@@ -92,7 +92,7 @@ class Shared:
         if begin % kind.itemsize or begin + count > self.room.numel() * size:
             raise ValueError(f"{shape} of {kind} in {self.shape} of {self.room.dtype}")
         room = self.room.view(torch.uint8).view(kind)
-        return Shared(room, begin // kind.itemsize + _order(shape, layout, kind.itemsize), self.outside)
+        return Shared(room, begin // kind.itemsize + _order(shape, layout, kind.itemsize), self.outside, layout)
 
     _reinterpret = reinterpret
 
