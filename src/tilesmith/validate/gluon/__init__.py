@@ -4,8 +4,8 @@ A kernel's Python is executed as it stands; the names that it takes from Gluon a
 `language`. Programs and warp partitions are fibers of which one runs at a time (`fibers`), and what is asynchronous on
 the device (TMA, WGMMA) happens here at any moment that its barriers and waits allow, drawn by a seed. So a tile that is
 overwritten while somebody may still read it, a product used before it was waited for, and a barrier that nobody
-completes show as wrong values, errors and deadlocks, without a GPU. Not modelled: proxies and their fences, layouts,
-limits of registers and shared memory, how exact the device's functions are.
+completes show as wrong values, errors and deadlocks, without a GPU. So does a missing fence before TMA or WGMMA. Not
+modelled: other fences, layouts, limits of registers and shared memory, how exact the device's functions are.
 """
 
 from tilesmith.validate.gluon.check import check

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.validate.gluon.fibers import Fibers
-from tilesmith.validate.gluon.memory import Barrier, Named
+from tilesmith.validate.gluon.memory import Barrier, Named, Unfenced
 
 BASE = 1024  # the address of what a CTA reserves: the same in all of them
 
@@ -50,6 +50,7 @@ class Cta:
         self.place, self.grid, self.warps, self.fibers = place, grid, warps, fibers
         self.cluster, self.rank = cluster, rank
         self.named: dict[int, Named] = {}
+        self.unfenced: list[Unfenced] = []
         self.ended = False
         self.reserved: Reserved | None = None
         self.phase: int | None = None  # of the cluster's barrier, at which it has arrived
@@ -69,8 +70,8 @@ class Cta:
         return self.reserved
 
     def store(self, addresses: Tensor, words: Tensor, barrier: int = 0) -> None:
-        """Let words arrive here at any time from now on, after those that were stored to the same place before. barrier:
-        the address of the mbarrier here that is told of their bytes; 0: none is."""
+        """Let words arrive here at any time from now on, after those that were stored to the same place before.
+        barrier: the address of the mbarrier here that is told of their bytes; 0: none is."""
 
         def come() -> None:
             memory = self.memory()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,14 @@ class _Ended(BaseException):
 
 @dataclass(eq=False)
 class Fiber:
-    """body: what it runs. name: for errors. context: what it belongs to. waits: what it waits for, None where it may
-    run; told: the same in words. products, stores, copies: what it asked for and has not waited for. speed: how often
-    it is chosen, beside others."""
+    """body: what it runs. name: for errors. context: what it belongs to. number: from 1 to 127. waits: what it
+    waits for, None where it may run; told: the same in words. products, stores, copies: what it asked for and has not
+    waited for. speed: how often it is chosen, beside others."""
 
     body: Callable[[], None]
     name: str
     context: Any
+    number: int
     waits: Callable[[], bool] | None = None
     told: str = ""
     ended: bool = False
@@ -50,11 +52,12 @@ class Fibers:
         self.back = threading.Semaphore(0)
         self.problem: BaseException | None = None
         self.running: Fiber | None = None
-        self.ending = False
+        self.ending, self.started = False, 0
         self.speed = self.random.choice(SPEEDS)  # of events
 
     def start(self, body: Callable[[], None], name: str, context: Any) -> Fiber:
-        fiber = Fiber(body, name, context, speed=self.random.choice(SPEEDS))
+        self.started += 1
+        fiber = Fiber(body, name, context, self.started % 127 + 1, speed=self.random.choice(SPEEDS))
         fiber.thread = threading.Thread(target=self._live, args=(fiber,), daemon=True)
         self.alive.append(fiber)
         fiber.thread.start()
@@ -123,3 +126,28 @@ class Fibers:
         self.running = None
         if fiber.ended:
             self.alive.remove(fiber)
+
+
+_at_work: list[Fibers] = []
+
+
+@contextlib.contextmanager
+def at_work(found: Fibers) -> Iterator[None]:
+    """Inside, `fibers` gives these."""
+    _at_work.append(found)
+    try:
+        yield
+    finally:
+        _at_work.pop()
+
+
+def fibers() -> Fibers:
+    """Those of the launch that runs."""
+    return _at_work[-1]
+
+
+def running() -> Fiber:
+    """The fiber that runs."""
+    found = fibers().running
+    assert found is not None
+    return found

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilesmith.validate.gluon.cluster import Cta
-from tilesmith.validate.gluon.fibers import Fibers
+from tilesmith.validate.gluon.fibers import fibers, running
 from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared
 from tilesmith.validate.gluon.values import Layout, Pointer, Value, both, narrowed, plain, sizes, value
 
@@ -25,17 +25,13 @@ class Partition:
         self.cta, self.warps, self.name = cta, warps, name
 
 
-_at_work: list[Fibers] = []
-
-
-def fibers() -> Fibers:
-    return _at_work[-1]
-
-
 def partition() -> Partition:
-    running = fibers().running
-    assert running is not None
-    return running.context
+    return running().context
+
+
+def pause() -> None:
+    """Let others run, now and then: what is between two such places happens at once."""
+    fibers().wait(lambda: True, "others")
 
 
 class Product:
@@ -61,32 +57,34 @@ class Product:
 
 
 def wgmma(a: Any, b: Any, acc: Any, *, use_acc: Any = True, is_async: Any = False, **_: Any) -> Any:
-    running = fibers().running
-    assert running is not None
+    mine = running()
     if partition().warps % 4:
         raise RuntimeError("a WGMMA is of warpgroups")
     use_acc = bool(plain(use_acc))
     if isinstance(acc, Value) and list(acc.t.shape) != [a.shape[0], b.shape[1]]:
         raise TypeError(f"sums {acc.shape} of a product {a.shape} x {b.shape}")
-    product = Product(a, b, acc, use_acc, running.products[-1] if running.products else None)
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            operand.check_fenced("a WGMMA")
+    product = Product(a, b, acc, use_acc, mine.products[-1] if mine.products else None)
     if not plain(is_async):
         return product.make()
-    running.products.append(product)
+    mine.products.append(product)
     fibers().later(product.make)
     return product
 
 
 def wgmma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = (), **_: Any) -> Any:
-    running = fibers().running
-    assert running is not None
+    mine = running()
+    pause()
     keep = int(plain(num_outstanding))
-    over = running.products[: len(running.products) - keep] if keep else list(running.products)
+    over = mine.products[: len(mine.products) - keep] if keep else list(mine.products)
     for product in over:
         product.make()
-    running.products = running.products[len(over) :]
+    mine.products = mine.products[len(over) :]
     found = []
     for x in deps:
-        if isinstance(x, Product) and x not in running.products:
+        if isinstance(x, Product) and x not in mine.products:
             x = x.make()
         found.append(x)  # one that is still made must be waited for again before it is used
     return found[0] if len(found) == 1 else builtins.tuple(found)
@@ -113,6 +111,7 @@ def mbarrier_wait(barrier: Any, phase: Any, pred: Any = True, **_: Any) -> None:
 def mbarrier_arrive(barrier: Any, count: Any = 1, pred: Any = True, **_: Any) -> None:
     if bool(plain(pred)):
         barrier.arrive(int(plain(count)))
+        pause()
 
 
 def mbarrier_expect(barrier: Any, bytes: Any, pred: Any = True, **_: Any) -> None:
@@ -131,7 +130,7 @@ def named_barrier(what: Any, number: Any, threads: Any = 256) -> None:
 
 def syncthreads(*_: Any, **__: Any) -> None:
     """Of a partition: its warps are one fiber."""
-    fibers().wait(lambda: True, "its own warps")
+    pause()
 
 
 # TMA
@@ -160,13 +159,12 @@ def tma_load(desc: Descriptor, coord: Any, barrier: Any, tile: Shared) -> None:
 
 def _write(desc: Descriptor, coord: Any, src: Shared, add: bool) -> None:
     corner = _corner(coord)
+    src.check_fenced("a TMA store")
     bulk_store(lambda: desc.store(corner, src, add))
 
 
 def bulk_store(store: Callable[[], None]) -> None:
     """A copy from shared memory, which happens at any time until it is waited for."""
-    running = fibers().running
-    assert running is not None
     done = [False]
 
     def go() -> None:
@@ -174,7 +172,7 @@ def bulk_store(store: Callable[[], None]) -> None:
             store()
             done[0] = True
 
-    running.stores.append((go, done))
+    running().stores.append((go, done))
     fibers().later(go)
 
 
@@ -187,13 +185,13 @@ def tma_add(desc: Descriptor, coord: Any, src: Shared, **_: Any) -> None:
 
 
 def tma_store_wait(pendings: Any = 0, **_: Any) -> None:
-    running = fibers().running
-    assert running is not None
+    mine = running()
+    pause()
     keep = int(plain(pendings))
-    over = running.stores[: len(running.stores) - keep] if keep else list(running.stores)
+    over = mine.stores[: len(mine.stores) - keep] if keep else list(mine.stores)
     for go, _done in over:
         go()
-    running.stores = running.stores[len(over) :]
+    mine.stores = mine.stores[len(over) :]
 
 
 def tma_store_complete() -> None:
@@ -204,8 +202,6 @@ def tma_store_complete() -> None:
 
 
 def cp_async(tile: Shared, pointers: Pointer, mask: Any = None) -> None:
-    running = fibers().running
-    assert running is not None
     done = [False]
 
     def come() -> None:
@@ -213,7 +209,7 @@ def cp_async(tile: Shared, pointers: Pointer, mask: Any = None) -> None:
             tile.put(pointers.load(mask, 0).t.expand(tile.shape))
             done[0] = True
 
-    running.copies.append((come, done))
+    running().copies.append((come, done))
     fibers().later(come)
 
 
@@ -224,10 +220,9 @@ def cp_async_row(pointers: Pointer, barrier: Any, row: Shared) -> None:
 
 def cp_async_arrive(barrier: Any) -> None:
     """Once what the partition has asked for has come."""
-    running, many = fibers().running, 32 * partition().warps
-    assert running is not None
-    before = [copy for copy in running.copies if not copy[1][0]]
-    running.copies = list(before)
+    mine, many = running(), 32 * partition().warps
+    before = [copy for copy in mine.copies if not copy[1][0]]
+    mine.copies = list(before)
 
     def arrive() -> None:
         for come, _ in before:
@@ -235,6 +230,12 @@ def cp_async_arrive(barrier: Any) -> None:
         barrier.arrive(many)
 
     fibers().later(arrive)
+
+
+def fence_async() -> None:
+    """TMA and WGMMA see what this partition has stored to shared memory."""
+    for unfenced in partition().cta.unfenced:
+        unfenced.fence(running().number)
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -252,12 +253,12 @@ def store_release(pointer: Pointer, number: Any) -> None:
 
 
 def acquired(pointer: Pointer, number: Any) -> Value:
-    fibers().wait(lambda: True, "others")
+    pause()
     return Value((pointer.load().t == int(plain(number))).all())
 
 
 def acquire_or_wait(pointer: Pointer, number: Any) -> Value:
-    fibers().wait(lambda: True, "others")
+    pause()
     if int(pointer.load()) == 0:
         pointer.store(1)
         return Value(torch.tensor(False))
@@ -285,7 +286,7 @@ SHIM: dict[str, Any] = {
     "named_barrier": named_barrier, "syncthreads": syncthreads, "tma_copy": tma_copy, "tma_load": tma_load,
     "tma_store": tma_store, "tma_add": tma_add, "tma_store_wait": tma_store_wait,
     "tma_store_complete": tma_store_complete, "cp_async": cp_async, "cp_async_row": cp_async_row,
-    "cp_async_arrive": cp_async_arrive, "fence_async": nothing, "launch_dependents": nothing,
+    "cp_async_arrive": cp_async_arrive, "fence_async": fence_async, "launch_dependents": nothing,
     "grid_dependency_wait": nothing, "wait_acquire": wait_acquire, "store_release": store_release,
     "acquired": acquired, "acquire_or_wait": acquire_or_wait, "smem_tiles": smem_tiles, "smem_tile": smem_tile,
     "reinterpret": reinterpret,
@@ -377,21 +378,21 @@ def split(x: Value) -> tuple[Value, Value]:
 
 def _atomic(compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Value]:
     def on(pointer: Pointer, x: Any, mask: Any = None, **_: Any) -> Value:
-        fibers().wait(lambda: True, "others")
+        pause()
         return pointer.update(x, compute, mask)
 
     return on
 
 
 def warp_specialize(parts: Sequence[Any], warps: Sequence[Any], registers: Sequence[Any] = (), **_: Any) -> None:
-    mine, running = partition(), fibers()
+    mine, all_of_them = partition(), fibers()
     (first, given), *others = parts
     started = []
     for (fn, args), many in zip(others, plain(warps), strict=True):
         part = Partition(mine.cta, int(plain(many)), f"{mine.name}.{len(started) + 1} {fn.__name__}")
-        started.append(running.start(lambda fn=fn, args=args: fn(*args), part.name, part))
+        started.append(all_of_them.start(lambda fn=fn, args=args: fn(*args), part.name, part))
     first(*given)
-    running.wait(lambda: all(f.ended for f in started), "the other partitions")
+    all_of_them.wait(lambda: all(f.ended for f in started), "the other partitions")
 
 
 def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any) -> Any:

@@ -17,9 +17,8 @@ from triton.runtime.jit import JITFunction
 
 from tilesmith.device.gluon import shim
 from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
-from tilesmith.validate.gluon import language
 from tilesmith.validate.gluon.cluster import Cluster, Cta
-from tilesmith.validate.gluon.fibers import Fibers
+from tilesmith.validate.gluon.fibers import Fibers, at_work
 from tilesmith.validate.gluon.language import GL, SHIM, TL, Partition
 from tilesmith.validate.gluon.memory import Descriptor
 from tilesmith.validate.gluon.substitutes import HELPERS
@@ -156,11 +155,8 @@ def run(
                 fibers.start(lambda cta=cta: program(cta), name, Partition(cta, warps, name))
             running += cluster
 
-    language._at_work.append(fibers)
-    try:
+    with at_work(fibers):
         fibers.run(more)
-    finally:
-        language._at_work.pop()
 
 
 @contextlib.contextmanager

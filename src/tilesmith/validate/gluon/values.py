@@ -88,7 +88,9 @@ class Value:
         if plain(bitcast):
             return Value(self.t.contiguous().view(wanted))
         x = self.t
-        if x.dtype in _SIGNED and x.dtype != torch.uint64:
+        if x.dtype is torch.uint64 and not wanted.is_floating_point:
+            x = x.view(torch.int64)
+        elif x.dtype in _SIGNED and x.dtype is not torch.uint64:
             x = _widened(x)
         if wanted in _SIGNED:
             narrow = _SIGNED[wanted]
@@ -195,7 +197,8 @@ def _common(a: Value, b: Value, division: bool = False) -> torch.dtype:
 
 
 def both(a: Any, b: Any, division: bool = False) -> tuple[Tensor, Tensor, torch.dtype]:
-    """Two operands in the dtype in which they meet, unsigned ones in a wider one; and that dtype."""
+    """Two operands in the dtype in which they meet, unsigned ones in a wider one, of 64 bits as the signed numbers of
+    the same bits; and that dtype."""
     a, b = plain(a), plain(b)
     a = value(a, b if isinstance(b, Value) else None)
     b = value(b, a)
@@ -203,6 +206,8 @@ def both(a: Any, b: Any, division: bool = False) -> tuple[Tensor, Tensor, torch.
     found = [x.to(_NAMES[kind]).t if x.t.dtype is not kind else x.t for x in (a, b)]
     if kind in _WIDE:
         found = [_widened(x) for x in found]
+    elif kind is torch.uint64:
+        found = [x.contiguous().view(torch.int64) for x in found]
     return found[0], found[1], kind
 
 
@@ -220,16 +225,23 @@ def _arithmetic(name: str, compute: Any, division: bool = False) -> None:
         if not isinstance(plain(other), (Value, int, float)):
             return NotImplemented
         a, b, kind = both(self, other, division)
-        return narrowed(compute(a, b), kind)
+        return narrowed(_computing(name, compute, kind)(a, b), kind)
 
     def backward(self: Value, other: Any) -> Any:
         if not isinstance(plain(other), (Value, int, float)):
             return NotImplemented
         a, b, kind = both(other, self, division)
-        return narrowed(compute(a, b), kind)
+        return narrowed(_computing(name, compute, kind)(a, b), kind)
 
     setattr(Value, f"__{name}__", forward)
     setattr(Value, f"__r{name}__", backward)
+
+
+def _computing(name: str, compute: Any, kind: torch.dtype) -> Any:
+    """What computes an operator in a dtype, of numbers as `both` has them."""
+    if kind is torch.uint64 and name in ("truediv", "floordiv", "mod"):
+        raise NotImplementedError(f"{name} of 64 bits without a sign")
+    return _shifted_unsigned if kind is torch.uint64 and name == "rshift" else compute
 
 
 def _quotient(a: Tensor, b: Tensor) -> Tensor:
@@ -244,6 +256,14 @@ def _shifted(a: Tensor, b: Tensor, left: bool) -> Tensor:
     by = torch.where(inside, b, 0)
     over = torch.zeros_like(a) if left else torch.where(a < 0, -1, 0).to(a.dtype)
     return torch.where(inside, a << by if left else a >> by, over)
+
+
+def _shifted_unsigned(a: Tensor, b: Tensor) -> Tensor:
+    """To the right, of 64 bits without a sign."""
+    inside = (b >= 0) & (b < 64)
+    by = torch.where(inside, b, 0)
+    most = torch.where(by == 0, -1, (1 << (64 - by.clamp(min=1))) - 1)
+    return torch.where(inside, (a >> by) & most, 0)
 
 
 _arithmetic("add", lambda a, b: a | b if a.dtype is torch.bool else a + b)
@@ -263,7 +283,9 @@ def _comparison(name: str, compute: Any) -> None:
     def compare(self: Value, other: Any) -> Any:
         if other is None or not isinstance(plain(other), (Value, int, float)):
             return NotImplemented
-        a, b, _ = both(self, other)
+        a, b, kind = both(self, other)
+        if kind is torch.uint64:  # in the order of numbers without a sign
+            a, b = a ^ torch.iinfo(torch.int64).min, b ^ torch.iinfo(torch.int64).min
         return Value(compute(a, b))
 
     setattr(Value, f"__{name}__", compare)

@@ -225,24 +225,27 @@ def _global(pointer: Pointer, size: int) -> Tensor:
 
 
 def bulk_load_rows(room: Any, at: Any, ptr: Pointer, other_at: Any, other_ptr: Any, size: Any) -> None:
-    memory, size = _cta().memory(), _number(size)
-    full = memory.barriers[_number(room)]
+    size = _number(size)
+    full = _cta().memory().barriers[_number(room)]
     copies = [(at, ptr)] if other_ptr is None else [(at, ptr), (other_at, other_ptr)]
     full.expect(size * len(copies))
     for to, source in copies:
+        _bulk_load(_cta(), _number(to), _global(source, size), full)
 
-        def come(to: Tensor = memory.at(_number(to), size), source: Tensor = _global(source, size)) -> None:
-            to.copy_(source)
-            full.came(size)
 
-        fibers().later(come)
+def _bulk_load(cta: Cta, to: int, source: Tensor, full: Barrier) -> None:
+    def come() -> None:
+        cta.memory().at(to, source.numel()).copy_(source)
+        full.came(source.numel())
+
+    fibers().later(come)
 
 
 def bulk_store_row(at: Any, ptr: Pointer, size: Any) -> None:
-    size = _number(size)
+    cta, at, size = _cta(), _number(at), _number(size)
     if size > 0:
-        source, to = _cta().memory().at(_number(at), size), _global(ptr, size)
-        bulk_store(lambda: to.copy_(source))
+        to = _global(ptr, size)
+        bulk_store(lambda: to.copy_(cta.memory().at(at, size)))
 
 
 def bulk_store_wait(room: Any) -> None:
@@ -284,5 +287,6 @@ HELPERS: dict[str, Callable[..., Any]] = {
 
 PTX: dict[str, Callable[..., Any]] = {
     "min.u16x2 lower, $2, $3;": _kept, "max.bf16x2 $0, $1, $2;": _higher(torch.bfloat16),
-    "max.f16x2 $0, $1, $2;": _higher(torch.float16), "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
+    "max.f16x2 $0, $1, $2;": _higher(torch.float16),
+    "lop3.b32 $0, $1, $2, $3, 0xea;": lambda a, b, c: (a & b) | c, "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
 }  # fmt: skip
