@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilesmith.validate.gluon.cluster import Cta
 from tilesmith.validate.gluon.fibers import fibers, running
-from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared
+from tilesmith.validate.gluon.memory import COPIED, Barriers, Descriptor, Named, Shared
 from tilesmith.validate.gluon.values import Layout, Pointer, Value, both, narrowed, plain, sizes, value
 
 
@@ -207,6 +207,7 @@ def cp_async(tile: Shared, pointers: Pointer, mask: Any = None) -> None:
     def come() -> None:
         if not done[0]:
             tile.put(pointers.load(mask, 0).t.expand(tile.shape))
+            tile.mark(COPIED)
             done[0] = True
 
     running().copies.append((come, done))
