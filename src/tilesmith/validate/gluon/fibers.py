@@ -23,9 +23,9 @@ class _Ended(BaseException):
 
 @dataclass(eq=False)
 class Fiber:
-    """body: what it runs. name: for errors. context: what it belongs to. number: from 1 to 127. waits: what it waits
-    for, None where it may run; told: the same in words. products, stores, copies: what it asked for and has not waited
-    for. speed: how often it is chosen, beside others."""
+    """body: what it runs. name: for errors. context: what it belongs to. number: from 1 to 126. waits: what it
+    waits for, None where it may run; told: the same in words. products, stores, copies: what it asked for and has not
+    waited for. speed: how often it is chosen, beside others."""
 
     body: Callable[[], None]
     name: str
@@ -57,7 +57,7 @@ class Fibers:
 
     def start(self, body: Callable[[], None], name: str, context: Any) -> Fiber:
         self.started += 1
-        fiber = Fiber(body, name, context, self.started % 127 + 1, speed=self.random.choice(SPEEDS))
+        fiber = Fiber(body, name, context, self.started % 126 + 1, speed=self.random.choice(SPEEDS))
         fiber.thread = threading.Thread(target=self._live, args=(fiber,), daemon=True)
         self.alive.append(fiber)
         fiber.thread.start()

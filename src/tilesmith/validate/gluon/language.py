@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilesmith.validate.gluon.cluster import Cta
 from tilesmith.validate.gluon.fibers import fibers, running
-from tilesmith.validate.gluon.memory import Barriers, Descriptor, Named, Shared
+from tilesmith.validate.gluon.memory import COPIED, Barriers, Descriptor, Named, Shared
 from tilesmith.validate.gluon.values import Layout, Pointer, Value, both, narrowed, plain, sizes, value
 
 
@@ -202,16 +202,15 @@ def tma_store_complete() -> None:
 
 
 def cp_async(tile: Shared, pointers: Pointer, mask: Any = None) -> None:
-    running = fibers().running
-    assert running is not None
     done = [False]
 
     def come() -> None:
         if not done[0]:
             tile.put(pointers.load(mask, 0).t.expand(tile.shape))
+            tile.mark(COPIED)
             done[0] = True
 
-    running.copies.append((come, done))
+    running().copies.append((come, done))
     fibers().later(come)
 
 
@@ -222,10 +221,9 @@ def cp_async_row(pointers: Pointer, barrier: Any, row: Shared) -> None:
 
 def cp_async_arrive(barrier: Any) -> None:
     """Once what the partition has asked for has come."""
-    running, many = fibers().running, 32 * partition().warps
-    assert running is not None
-    before = [copy for copy in running.copies if not copy[1][0]]
-    running.copies = list(before)
+    mine, many = running(), 32 * partition().warps
+    before = [copy for copy in mine.copies if not copy[1][0]]
+    mine.copies = list(before)
 
     def arrive() -> None:
         for come, _ in before:

@@ -12,24 +12,27 @@ from torch import Tensor
 from tilesmith.validate.gluon.fibers import running
 from tilesmith.validate.gluon.values import _NAMES, Type, Value, flat, plain, sizes, torch_dtype, value
 
+COPIED = 127  # stands for cp.async, whose bytes anyone fences who has waited for them
+
 
 class Unfenced:
-    """Who wrote each byte of an allocation from registers and has not met a fence since: 0 for nobody. TMA and WGMMA
-    read through another proxy than stores write by, and may see what was there before."""
+    """Who wrote each byte of an allocation, from registers or by cp.async, and has not met a fence since: 0 for nobody.
+    TMA and WGMMA read through another proxy than those write by, and may see what was there before."""
 
     def __init__(self, count: int):
         self.by = torch.zeros(count, dtype=torch.uint8)
 
     def fence(self, writer: int) -> None:
-        self.by[self.by == writer] = 0
+        self.by[(self.by == writer) | (self.by == COPIED)] = 0
 
 
 class Shared:
     """A piece of shared memory: elements of `room`, a whole allocation, at `places`. outside: why nobody may write to
-    it; read, it has what nobody wrote."""
+    it; read, it has what nobody wrote. layout: by which its rows lie."""
 
-    def __init__(self, room: Tensor, places: Tensor, unfenced: Unfenced, outside: str = ""):
+    def __init__(self, room: Tensor, places: Tensor, unfenced: Unfenced, outside: str = "", layout: Any = None):
         self.room, self.places, self.unfenced, self.outside = room, places, unfenced, outside
+        self.layout = layout
 
     @classmethod
     def allocate(cls, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
@@ -38,7 +41,7 @@ class Shared:
         room = torch.full((math.prod(shape) * kind.itemsize,), 0xFF, dtype=torch.uint8).view(kind)
         unfenced = Unfenced(room.numel() * kind.itemsize)
         running().context.cta.unfenced.append(unfenced)
-        return cls(room, _order(shape, layout, kind.itemsize), unfenced)
+        return cls(room, _order(shape, layout, kind.itemsize), unfenced, layout=layout)
 
     @property
     def t(self) -> Tensor:
@@ -60,7 +63,7 @@ class Shared:
         return Type(self.dtype, self.shape)
 
     def _at(self, places: Tensor) -> Shared:
-        return Shared(self.room, places, self.unfenced, self.outside)
+        return Shared(self.room, places, self.unfenced, self.outside, self.layout)
 
     def index(self, i: Any) -> Shared:
         i, many = int(plain(i)), self.places.shape[0]
@@ -92,7 +95,11 @@ class Shared:
         if x.t.dtype is not self.room.dtype or list(x.t.shape) != self.shape:
             raise TypeError(f"{x.t.dtype} {x.shape} into shared memory of {self.room.dtype} {self.shape}")
         self.put(x.t)
-        self._seen_as_integers()[self.places] = running().number * _EACH_BYTE[self.room.dtype.itemsize]
+        self.mark(running().number)
+
+    def mark(self, writer: int) -> None:
+        """Written by one of `Unfenced`."""
+        self._seen_as_integers()[self.places] = writer * _EACH_BYTE[self.room.dtype.itemsize]
 
     def _seen_as_integers(self) -> Tensor:
         return self.unfenced.by.view(INTEGERS[self.room.dtype.itemsize])
@@ -117,12 +124,12 @@ class Shared:
             raise ValueError(f"{shape} of {kind} in {self.shape} of {self.room.dtype}")
         room = self.room.view(torch.uint8).view(kind)
         places = begin // kind.itemsize + _order(shape, layout, kind.itemsize)
-        return Shared(room, places, self.unfenced, self.outside)
+        return Shared(room, places, self.unfenced, self.outside, layout)
 
     _reinterpret = reinterpret
 
 
-_EACH_BYTE = {1: 1, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}  # times a writer of 1 to 127
+_EACH_BYTE = {1: 1, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}  # times a writer
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
