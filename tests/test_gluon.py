@@ -15,68 +15,52 @@ pytest.importorskip("triton")
 from tilesmith.device.gluon import shim
 from tilesmith.validate.gluon import Deadlock, check, interpreted
 
-FEW_SMS = replace(arch_named("sm90"), sms=9)  # so that a persistent CTA has several rows
 
-
-def small(name, backends, *patterns, every=1):
-    """(op, backend, case) of an op's small cases whose names match; of many every so many."""
+def small(name, backends, *patterns, sms=0):
+    """(op, backend, case, multiprocessors) of an op's small cases whose names match. sms: 0 for all of an H200's; on
+    few, CTAs that stay have several tiles or rows."""
     found = [c for c in cases(name) if {"interpret", "compile"} & c.tags and any(d.itemsize == 2 for d in c.dtypes)]
-    found = [c for c in found if any(fnmatch(c.name, pattern) for pattern in patterns)][::every]
+    found = [c for c in found if any(fnmatch(c.name, pattern) for pattern in patterns)]
     assert found, (name, patterns)
-    return [pytest.param(name, b, c, id=f"{name}-{b}-{c.name}") for b in backends.split() for c in found]
+    return [pytest.param(name, b, c, sms, id=f"{name}-{b}-{c.name}") for b in backends.split() for c in found]
 
 
-TILES = [
-    *small(
-        "attention", "hopper", "packed_apart", "d64_*small", "d72_small", "d128_*_small", "d192_*_small", "d256_small"
-    ),
-    *small("attention", "hopper", "d512_small", "decode_160_rows", "decode_1_kv_head_small"),
+SERVED = [
+    *small("attention", "hopper", "packed_apart", "d64_*small", "d72_small", "d128_*_small", "d192_*_small"),
+    *small("attention", "hopper", "d256_small", "d512_small", "decode_160_rows", "decode_1_kv_head_small"),
     *small("attention", "hopper_split", "decode_80_rows*", "decode_160_rows"),
     *small("attention", "hopper_cluster", "decode_one_token", "decode_odd_head", "decode_1_kv_head_small"),
     *small("attention", "hopper_latent", "decode_576"),
-    *small("attention", "hopper_fp8", "e4m3*"),
+    *small("attention", "hopper_fp8", "e4m3*", sms=2),
     *small("attention_partial", "hopper", "fp32_*"),
-    *small("experts", "hopper", "several_tiles", "sentinels", "whole_tiles", "whole_tiles_gpt_oss"),
-    *small("experts_fp8", "hopper", "whole_tiles", "few_tokens"),
-    *small("experts_vjp_fp8", "hopper", "whole_tiles*", "few_tokens"),
-]
-ROWS = [
-    *small("rms_norm", "hopper hopper_persistent", "*parts*"),
-    *small("layer_norm", "hopper hopper_persistent", "*parts*"),
-    *small("add_rms_norm", "hopper", "*parts*"),
-    *small("add_rms_norm", "hopper_persistent", "*parts_staying*"),
-    *small("add_layer_norm", "hopper hopper_persistent", "*parts*"),
-    *small("dropout_add_norm", "hopper", "*parts*"),
-    *small("dropout_add_norm", "hopper_persistent", "*parts_persistent*"),
-    *small("softmax", "hopper", "*parts*", "*wide*"),
-    *small("softmax", "hopper_causal", "*causal_parts*", "*causal_swept*"),
-    *small("softmax_dropout", "hopper", "*parts*", "*wide*"),
-    *small("softmax_dropout", "hopper_causal", "*causal_parts*", "*causal_swept*"),
-    *small("rms_norm_rope", "hopper", "*tiles*"),
-    *small("linear_cross_entropy", "hopper", "*parts*"),
-    *small("linear_cross_entropy", "hopper", "*exp2*", every=5),
-    *small("dequantize_packed", "hopper", "*each_width*"),
+    *small("experts", "hopper", "several_tiles", "sentinels", "whole_tiles", "whole_tiles_gpt_oss", sms=2),
+    *small("experts_fp8", "hopper", "whole_tiles", "few_tokens", sms=1),
+    *small("experts_vjp_fp8", "hopper", "whole_tiles*", "few_tokens", sms=1),
+    *small("rms_norm", "hopper hopper_persistent", "*parts*", sms=9),
+    *small("layer_norm", "hopper hopper_persistent", "*parts*", sms=9),
+    *small("add_rms_norm", "hopper", "*parts*", sms=9),
+    *small("add_rms_norm", "hopper_persistent", "*parts_staying*", sms=9),
+    *small("add_layer_norm", "hopper hopper_persistent", "*parts*", sms=9),
+    *small("dropout_add_norm", "hopper", "*parts*", sms=9),
+    *small("dropout_add_norm", "hopper_persistent", "*parts_persistent*", sms=9),
+    *small("softmax", "hopper", "parts*", sms=9),
+    *small("softmax", "hopper_causal", "*causal_parts*", "*causal_swept*", sms=9),
+    *small("softmax_dropout", "hopper", "parts*", sms=9),
+    *small("softmax_dropout", "hopper_causal", "*causal_parts*", "*causal_swept*", sms=9),
+    *small("rms_norm_rope", "hopper", "*tiles*", sms=9),
+    *small("linear_cross_entropy", "hopper", "*parts*", sms=9),
+    *small("linear_cross_entropy", "hopper", "exp2_wide_sum*", "exp2_kept_again*", sms=9),
+    *small("dequantize_packed", "hopper", "*each_width*", sms=9),
 ]
 
 
-def _checked(name, backend, case, arch):
+@pytest.mark.parametrize(("name", "backend", "case", "sms"), SERVED)
+def test_kernels_are_right_in_a_drawn_order(name, backend, case, sms):
     dtype = next(d for d in (torch.bfloat16, torch.float16) if d in case.dtypes)
-    return check(ops()[name], backend, case, dtype, seed=len(case.name), arch=arch)
-
-
-@pytest.mark.parametrize(("name", "backend", "case"), TILES)
-def test_kernels_of_tiles(name, backend, case):
-    result, ran = _checked(name, backend, case, "sm90")
+    arch = replace(arch_named("sm90"), sms=sms) if sms else "sm90"
+    result, ran = check(ops()[name], backend, case, dtype, seed=len(case.name), arch=arch)
     assert result.passed, result.message
     assert ran, "the kernels refuse it"
-
-
-@pytest.mark.parametrize(("name", "backend", "case"), ROWS)
-def test_kernels_of_rows(name, backend, case):
-    result, ran = _checked(name, backend, case, FEW_SMS)
-    assert result.passed, result.message
-    if not ran:
-        pytest.skip("the kernels refuse it")
 
 
 def _squares(fault: str, seed: int, tiles: int = 5) -> float:
