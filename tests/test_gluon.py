@@ -7,13 +7,14 @@ from fnmatch import fnmatch
 import pytest
 import torch
 
-from tilesmith.engine import cases, launch, ops
+from tilesmith.engine import Case, cases, launch, ops
 from tilesmith.hardware.detect import arch_named
 
 pytest.importorskip("triton")
 
 from tilesmith.device.gluon import shim
-from tilesmith.validate.gluon import Deadlock, check, interpreted
+from tilesmith.ops.attn.cases.attention import attend
+from tilesmith.validate.gluon import Deadlock, check, computed, interpreted
 
 
 def small(name, backends, *patterns, sms=0):
@@ -61,6 +62,22 @@ def test_kernels_are_right_in_a_drawn_order(name, backend, case, sms):
     result, ran = check(ops()[name], backend, case, dtype, seed=len(case.name), arch=arch)
     assert result.passed, result.message
     assert ran, "the kernels refuse it"
+
+
+def _gradients(deterministic, seed):
+    args = ops()["attention"].bind(
+        (), Case("", attend(1, 2, 1, 300, 300, 64, causal=True, deterministic=deterministic), {"test"}).build(
+            torch.device("cpu"), torch.bfloat16, torch.Generator().manual_seed(1)))  # fmt: skip
+    found, ran = computed(ops()["attention"], "hopper", args, seed)
+    assert "attention_dkv_kernel" in ran
+    return found
+
+
+def test_ordered_gradients_have_the_same_bits_in_every_order():
+    one, *others = (_gradients(True, seed) for seed in range(4))
+    assert all(torch.equal(one[name], other[name]) for name in one for other in others)
+    free = [_gradients(False, seed)["dq"] for seed in range(4)]
+    assert not all(torch.equal(free[0], other) for other in free)
 
 
 def _squares(fault: str, seed: int, tiles: int = 5) -> float:

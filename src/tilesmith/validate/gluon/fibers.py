@@ -24,8 +24,8 @@ class _Ended(BaseException):
 @dataclass(eq=False)
 class Fiber:
     """body: what it runs. name: for errors. context: what it belongs to. number: from 1 to 126. waits: what it
-    waits for, None where it may run; told: the same in words. products, stores, copies: what it asked for and has not
-    waited for. speed: how often it is chosen, beside others."""
+    waits for, None where it may run; told: the same in words. products, stores, unwritten, copies: what it asked for
+    and has not waited for. speed: how often it is chosen, beside others."""
 
     body: Callable[[], None]
     name: str
@@ -36,6 +36,7 @@ class Fiber:
     ended: bool = False
     products: list[Any] = field(default_factory=list)
     stores: list[Any] = field(default_factory=list)
+    unwritten: list[Any] = field(default_factory=list)
     copies: list[Any] = field(default_factory=list)
     speed: float = 1.0
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))

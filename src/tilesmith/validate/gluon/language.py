@@ -160,20 +160,35 @@ def tma_load(desc: Descriptor, coord: Any, barrier: Any, tile: Shared) -> None:
 def _write(desc: Descriptor, coord: Any, src: Shared, add: bool) -> None:
     corner = _corner(coord)
     src.check_fenced("a TMA store")
-    bulk_store(lambda: desc.store(corner, src, add))
+    bulk_store(lambda: src.t, lambda found: desc.store(corner, found, add))
 
 
-def bulk_store(store: Callable[[], None]) -> None:
-    """A copy from shared memory, which happens at any time until it is waited for."""
-    done = [False]
+class _Store:
+    """A copy from shared memory, which is read at any time until that is waited for, and written at any time after."""
 
-    def go() -> None:
-        if not done[0]:
-            store()
-            done[0] = True
+    def __init__(self, read: Callable[[], Tensor], write: Callable[[Tensor], Any]):
+        self.reads, self.writes = read, write
+        self.found: Tensor | None = None
+        self.written = False
 
-    running().stores.append((go, done))
-    fibers().later(go)
+    def read(self) -> None:
+        if self.found is None:
+            self.found = self.reads().clone()
+            fibers().later(self.write)
+
+    def write(self) -> None:
+        self.read()
+        if not self.written and self.found is not None:
+            self.writes(self.found)
+            self.written = True
+
+
+def bulk_store(read: Callable[[], Tensor], write: Callable[[Tensor], Any]) -> None:
+    """Start a copy from shared memory. read: what is copied; write: to global memory."""
+    store = _Store(read, write)
+    running().stores.append(store)
+    running().unwritten.append(store)
+    fibers().later(store.read)
 
 
 def tma_store(desc: Descriptor, coord: Any, src: Shared, **_: Any) -> None:
@@ -185,17 +200,23 @@ def tma_add(desc: Descriptor, coord: Any, src: Shared, **_: Any) -> None:
 
 
 def tma_store_wait(pendings: Any = 0, **_: Any) -> None:
+    """Wait until the source has been read of all stores but the last ones."""
     mine = running()
     pause()
     keep = int(plain(pendings))
     over = mine.stores[: len(mine.stores) - keep] if keep else list(mine.stores)
-    for go, _done in over:
-        go()
+    for store in over:
+        store.read()
     mine.stores = mine.stores[len(over) :]
 
 
 def tma_store_complete() -> None:
-    tma_store_wait(0)
+    """Wait until all is written."""
+    mine = running()
+    pause()
+    for store in mine.unwritten:
+        store.write()
+    mine.stores, mine.unwritten = [], []
 
 
 # What comes with PTX on the device
@@ -249,7 +270,8 @@ def wait_acquire(pointer: Pointer, number: Any) -> None:
 
 
 def store_release(pointer: Pointer, number: Any) -> None:
-    tma_store_wait(0)
+    """Copies that were not waited for may be written behind it."""
+    pause()
     pointer.store(number)
 
 

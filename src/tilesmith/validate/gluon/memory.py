@@ -244,10 +244,10 @@ class Descriptor:
         found = torch.where(inside, memory[torch.where(inside, place, 0)], 0).view(self.base.dtype)
         tile.reshape(-1).first(found.numel()).put(found.reshape(-1))
 
-    def store(self, corner: Sequence[int], tile: Shared, add: bool = False) -> None:
+    def store(self, corner: Sequence[int], tile: Tensor, add: bool = False) -> None:
         place, inside = self._places(corner)
         memory = flat(self.base)
-        found = tile.t.reshape(-1)[: place.numel()].view(self.box)
+        found = tile.reshape(-1)[: place.numel()].view(self.box)
         if add:
             memory[place[inside]] += found[inside]
         else:

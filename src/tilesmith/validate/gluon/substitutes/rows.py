@@ -245,7 +245,7 @@ def bulk_store_row(at: Any, ptr: Pointer, size: Any) -> None:
     cta, at, size = _cta(), _number(at), _number(size)
     if size > 0:
         to = _global(ptr, size)
-        bulk_store(lambda: to.copy_(cta.memory().at(at, size)))
+        bulk_store(lambda: cta.memory().at(at, size), to.copy_)
 
 
 def bulk_store_wait(room: Any) -> None:
