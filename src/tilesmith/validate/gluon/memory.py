@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.validate.gluon.fibers import running
-from tilesmith.validate.gluon.values import _NAMES, Type, Value, flat, plain, sizes, torch_dtype, value
+from tilesmith.validate.gluon.values import NAMES, Type, Value, flat, plain, sizes, torch_dtype, value
 
 COPIED = 127  # stands for cp.async, whose bytes anyone fences who has waited for them
 
@@ -52,7 +52,7 @@ class Shared:
 
     @property
     def dtype(self) -> Any:
-        return _NAMES[self.room.dtype]
+        return NAMES[self.room.dtype]
 
     @property
     def shape(self) -> list[int]:
@@ -211,7 +211,7 @@ class Descriptor:
 
     def __init__(self, made: Any):
         self.base, self.sizes, self.strides = made.base, list(made.shape), list(made.strides)
-        self.dtype, self.layout = _NAMES[made.base.dtype], made.layout
+        self.dtype, self.layout = NAMES[made.base.dtype], made.layout
         self.block_type = BlockType(self.dtype, made.block_shape)
         self.box = [*getattr(made, "box", made.block_shape[:-1]), made.block_shape[-1]]
         self.block_shape = list(made.block_shape)

@@ -15,7 +15,7 @@ DTYPES = {
     tl.int16: torch.int16, tl.int8: torch.int8, tl.uint8: torch.uint8, tl.int1: torch.bool, tl.uint32: torch.uint32,
     tl.uint16: torch.uint16, tl.uint64: torch.uint64,
 }  # fmt: skip
-_NAMES = {found: name for name, found in DTYPES.items()}
+NAMES = {found: name for name, found in DTYPES.items()}
 _SIGNED = {torch.uint32: torch.int32, torch.uint16: torch.int16, torch.uint64: torch.int64}
 _WIDE = {torch.uint32: torch.int64, torch.uint16: torch.int32, torch.uint8: torch.int32}
 
@@ -70,7 +70,7 @@ class Value:
 
     @property
     def dtype(self) -> Any:
-        return _NAMES[self.t.dtype]
+        return NAMES[self.t.dtype]
 
     @property
     def shape(self) -> list[int]:
@@ -203,7 +203,7 @@ def both(a: Any, b: Any, division: bool = False) -> tuple[Tensor, Tensor, torch.
     a = value(a, b if isinstance(b, Value) else None)
     b = value(b, a)
     kind = _common(a, b, division)
-    found = [x.to(_NAMES[kind]).t if x.t.dtype is not kind else x.t for x in (a, b)]
+    found = [x.to(NAMES[kind]).t if x.t.dtype is not kind else x.t for x in (a, b)]
     if kind in _WIDE:
         found = [_widened(x) for x in found]
     elif kind is torch.uint64:
@@ -309,7 +309,7 @@ class Pointer:
 
     @property
     def dtype(self) -> Any:
-        return tl.pointer_type(_NAMES[self.memory.dtype])
+        return tl.pointer_type(NAMES[self.memory.dtype])
 
     @property
     def shape(self) -> list[int]:
@@ -353,7 +353,7 @@ class Pointer:
 
     def load(self, mask: Any = None, other: Any = None) -> Value:
         kind = self.memory.dtype
-        rest = torch.zeros((), dtype=kind) if other is None else value(other, _like(kind)).to(_NAMES[kind]).t
+        rest = torch.zeros((), dtype=kind) if other is None else value(other, _like(kind)).to(NAMES[kind]).t
         place, seen, rest = self._placed(mask, rest)
         found = (
             self.memory[torch.where(seen, place, 0)] if self.memory.numel() else torch.zeros(place.shape, dtype=kind)
@@ -366,14 +366,14 @@ class Pointer:
 
     def store(self, x: Any, mask: Any = None) -> None:
         kind = self.memory.dtype
-        x = value(x, _like(kind)).to(_NAMES[kind]).t
+        x = value(x, _like(kind)).to(NAMES[kind]).t
         place, seen, x = self._placed(mask, x)
         self.memory[place[seen]] = x[seen]
 
     def update(self, x: Any, compute: Callable[[Tensor, Tensor], Tensor], mask: Any = None) -> Value:
         """Atomically combine what lies here with x, element by element; what was there before."""
         kind = self.memory.dtype
-        x = value(x, _like(kind)).to(_NAMES[kind]).t
+        x = value(x, _like(kind)).to(NAMES[kind]).t
         place, seen, x = self._placed(mask, x)
         before = torch.zeros(place.shape, dtype=kind)
         for i in range(place.numel()):
