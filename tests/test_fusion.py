@@ -37,6 +37,7 @@ AGGRESSIVE, BALANCED, CONSERVATIVE = (
 )  # fmt: skip
 FULL, ATTENTION, FFN, NORM = FusionStrategy
 GENERATOR = torch.Generator().manual_seed(0)
+DRAWS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +60,19 @@ def _gradients(model, *args, **kwargs):
 
 
 def _compare(fused, plain, *args, **kwargs):
+    """Over several draws: the largest error of one depends on the order in which a CPU's BLAS adds up."""
     wide = copy.deepcopy(plain).double()
     widen = lambda v: v.double() if isinstance(v, torch.Tensor) and v.dtype is torch.float32 else v  # noqa: E731
     if hasattr(plain, "activation"):
         wide.activation = plain.activation
-    oracle = _gradients(wide, *map(widen, args), **{k: widen(v) for k, v in kwargs.items()})
-    reference, got = _gradients(plain, *args, **kwargs), _gradients(fused, *args, **kwargs)
-    assert got.keys() == reference.keys()
-    for name in got:
-        budget = compare(got[name], reference[name], oracle[name])
+    found = []
+    for draw in range(DRAWS):
+        drawn = [torch.randn_like(a) if draw and a.is_floating_point() else a for a in args]
+        oracle = _gradients(wide, *map(widen, drawn), **{k: widen(v) for k, v in kwargs.items()})
+        found.append((_gradients(fused, *drawn, **kwargs), _gradients(plain, *drawn, **kwargs), oracle))
+        assert found[-1][0].keys() == found[-1][1].keys()
+    for name in found[0][0]:
+        budget = compare(*(torch.stack([one[which][name] for one in found]) for which in range(3)))
         assert budget.passed, f"{name}: {budget}"
 
 
@@ -110,7 +115,7 @@ def test_decoder_layers_compute_the_same(first, activation):
     padding = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
     x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     _compare(fused, plain, x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
-    assert fused.fusion_report.calls()["attention"] == 2
+    assert fused.fusion_report.calls()["attention"] == 2 * DRAWS
     with torch.no_grad():  # a hint of causality between other numbers of queries and keys is PyTorch's to understand
         options = {"memory_mask": torch.zeros(5, 7), "memory_is_causal": True}
         torch.testing.assert_close(fused(x, memory, **options), plain(x, memory, **options))

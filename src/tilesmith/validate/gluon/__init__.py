@@ -8,7 +8,7 @@ completes show as wrong values, errors and deadlocks, without a GPU. So does a m
 modelled: other fences, layouts, limits of registers and shared memory, how exact the device's functions are.
 """
 
-from tilesmith.validate.gluon.check import check, computed
+from tilesmith.validate.gluon.compare import check, computed
 from tilesmith.validate.gluon.fibers import Deadlock
 from tilesmith.validate.gluon.run import interpreted
 

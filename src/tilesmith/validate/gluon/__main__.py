@@ -18,7 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels in Triton's dialect ar
 from tilesmith.engine import Case, Op, cases, ops
 from tilesmith.engine.backends import in_gluon
 from tilesmith.validate.cases import backends_of
-from tilesmith.validate.gluon.check import check
+from tilesmith.validate.gluon.compare import check
 
 SMALL = {"interpret", "compile"}
 

@@ -166,7 +166,8 @@ CASES: dict[str, list[Case]] = {
         ),
         *(Case(f"{kind}_cold", _linear(7, 16, 40, divergence=kind), SMALL) for kind in ("kl", "reverse_kl", "tvd")),
         Case("beta", _linear(7, 16, 40, beta=0.2, **MIXED), SMALL),
-        Case("beta_ends", _linear(7, 16, 40, beta=1.0), SMALL),
+        # a loss of 7 rows was within its budget or 10 % above it by how a CPU rounds the reference
+        Case("beta_ends", _linear(23, 16, 40, beta=1.0), SMALL),
         Case("hard_cold", _linear(7, 16, 40, hard_weight=0.5), SMALL),
         Case("hard_only", _linear(7, 16, 40, soft_weight=0.0, hard_weight=1.0), SMALL),
         Case("no_labels", _linear(7, 16, 40, every=None, temperature=2.0), SMALL),
