@@ -74,14 +74,18 @@ def wgmma(a: Any, b: Any, acc: Any, *, use_acc: Any = True, is_async: Any = Fals
     return product
 
 
+def _all_but_last(asked: list[Any], many: Any) -> tuple[list[Any], list[Any]]:
+    """What a wait that leaves so many in flight waits for, and these."""
+    place = max(len(asked) - int(plain(many)), 0)
+    return asked[:place], asked[place:]
+
+
 def wgmma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = (), **_: Any) -> Any:
     mine = running()
     pause()
-    keep = int(plain(num_outstanding))
-    over = mine.products[: len(mine.products) - keep] if keep else list(mine.products)
+    over, mine.products = _all_but_last(mine.products, num_outstanding)
     for product in over:
         product.make()
-    mine.products = mine.products[len(over) :]
     found = []
     for x in deps:
         if isinstance(x, Product) and x not in mine.products:
@@ -203,11 +207,9 @@ def tma_store_wait(pendings: Any = 0, **_: Any) -> None:
     """Wait until the source has been read of all stores but the last ones."""
     mine = running()
     pause()
-    keep = int(plain(pendings))
-    over = mine.stores[: len(mine.stores) - keep] if keep else list(mine.stores)
+    over, mine.stores = _all_but_last(mine.stores, pendings)
     for store in over:
         store.read()
-    mine.stores = mine.stores[len(over) :]
 
 
 def tma_store_complete() -> None:

@@ -126,8 +126,6 @@ class Shared:
         places = begin // kind.itemsize + _order(shape, layout, kind.itemsize)
         return Shared(room, places, self.unfenced, self.outside, layout)
 
-    _reinterpret = reinterpret
-
 
 _EACH_BYTE = {1: 1, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}  # times a writer
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -164,7 +164,8 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
     """Inside, launches run here, on CPU tensors, in an order drawn by `seed`. Gives the names of the kernels that ran.
 
     Raises, from the call that launches: Deadlock; IndexError for an address outside of a tensor or of shared memory;
-    RuntimeError for a product that was used before it was waited for and for too many arrivals at a barrier.
+    RuntimeError for too many arrivals at a barrier and for TMA or WGMMA of what was stored without a fence behind it;
+    TypeError or AttributeError for a product that was used before it was waited for.
     """
     draw, ran = random.Random(seed), []
 

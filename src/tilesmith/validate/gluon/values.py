@@ -164,9 +164,7 @@ def value(x: Any, like: Value | None = None) -> Any:
                 bits = torch.iinfo(_SIGNED[kind]).bits
                 x &= (1 << bits) - 1
                 return Value(torch.tensor(x - (1 << bits) if x >> (bits - 1) else x, dtype=_SIGNED[kind]).view(kind))
-            if torch.iinfo(kind).min <= x <= torch.iinfo(kind).max and torch.iinfo(kind).bits >= 32:
-                return Value(torch.tensor(x, dtype=kind))
-            if torch.iinfo(kind).bits < 32 and torch.iinfo(kind).min <= x <= torch.iinfo(kind).max:
+            if torch.iinfo(kind).min <= x <= torch.iinfo(kind).max:
                 return Value(torch.tensor(x, dtype=kind))
         if -(2**31) <= x < 2**31:
             return Value(torch.tensor(x, dtype=torch.int32))
