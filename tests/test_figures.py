@@ -223,6 +223,8 @@ SAID = [
     Said(BENCH, "RMS norm forward {:.2f} and {:.2f}, backward {:.2f} and {:.2f}", lambda: _both("rms_norm-zoo")),
     Said(BENCH, "layer norm {:.2f} and {:.2f}, {:.2f} and {:.2f}", lambda: _both("layer_norm-zoo")),
     Said(BENCH, "softmax {:.2f} and {:.2f}, {:.2f} and {:.2f}", lambda: _both("softmax-zoo")),
+    Said(BENCH, "SwiGLU {:.2f} and {:.2f}, {:.2f} and {:.2f}", lambda: _both("swiglu-zoo")),
+    Said(BENCH, "GeGLU {:.2f} and {:.2f}, {:.2f} and {:.2f}", lambda: _both("geglu-zoo")),
     Said(
         "README.md",
         "gpt-oss {:.1f} times as fast as the better of plain PyTorch and torch.compile, Qwen3-30B-A3B {:.1f}, "
