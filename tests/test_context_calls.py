@@ -214,3 +214,30 @@ def test_windows_are_two_calls_of_results(window, first):
     assert (own.q, own.tokens) == first
     assert tile == Call(0, window + 1, 0, 2 * window + 1, window, 0) and plan.answers[1].whole == (False, True)
     assert [len(stage.calls[1]) for stage in plan.stages] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "name, layout, sight, steps, nearly",
+    [
+        ("window", Layout.contiguous(1 << 12, 2), Sight(127, 0), False, [True, True]),
+        ("window, four ranks", Layout.contiguous(1 << 12, 4), Sight(127, 0), True, [True] * 4),
+        ("a quarter", Layout.contiguous(1 << 12, 2), Sight(512, 0), False, [True, True]),
+        ("more than a quarter", Layout.contiguous(1 << 12, 2), Sight(513, 0), False, [False, False]),
+        ("a window beyond the next rank", Layout.contiguous(1 << 12, 32), Sight(140, 0), False, [False] * 32),
+        ("causal", Layout.zigzag(1 << 12, 2), CAUSAL, False, [False, False]),
+        ("one rank", Layout.contiguous(1 << 12, 1), CAUSAL, False, [True]),
+    ],
+)
+def test_which_gradients_are_whole_but_for_few_tokens(name, layout, sight, steps, nearly):
+    """Both what a rank asks of others and what others ask of it count: the first rank of a window asks for nothing."""
+    plan = schedule(layout, (0, layout.tokens), sight, 1, steps, 4, 4)
+    assert [plan.sums(r).nearly for r in range(layout.size)] == nearly
+
+
+def test_gradients_of_whole_documents_are_whole():
+    """The benchmark's documents, one of which is cut between two ranks: 5,782 and 3,705 of 32,768 queries see others'
+    keys."""
+    problem = Problem("packed", 1 << 16, lengths=documents_of(1 << 16))
+    asked = cost.Problem(problem.layout(2), problem.starts, CAUSAL, 1, 16, 16, 128)
+    plan = cost.planned(asked, cost.MACHINES["sm90"], 1, False)
+    assert [plan.sums(r).nearly for r in range(2)] == [True, True]

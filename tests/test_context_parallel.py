@@ -305,14 +305,14 @@ class _Rounding(Ours):
         return super().backward(*args[:-1], False)
 
 
-def _errors(size, mode, kernel):
+def _errors(size, mode, kernel, window=None):
     """Relative errors of out, dq, dk and dv in bf16."""
-    generator, mask = torch.Generator().manual_seed(1), ops.Mask(causal=True)
+    generator, mask = torch.Generator().manual_seed(1), ops.Mask(causal=True, window=window)
     *inputs, dout = (torch.randn(1, h, 256, 32, generator=generator).bfloat16() for h in (4, 2, 2, 4))
     whole = [x.double().requires_grad_() for x in inputs]
     out, _ = ops.attention(*whole, mask)
     exact = [out.detach(), *torch.autograd.grad(out, whole, dout.double())]
-    layout = Layout.zigzag(256, size)
+    layout = Layout.zigzag(256, size) if window is None else Layout.contiguous(256, size)
     shards = [[layout.shard(x, rank, 2).requires_grad_() for rank in range(size)] for x in inputs]
     named = {"mode": mode, "layout": layout, "kernel": kernel, "degree": 2 if mode == "hybrid" else None}
     outs, _ = context_parallel_attention(*shards, LocalRing(size), mask, **named)
@@ -335,6 +335,29 @@ def test_errors_do_not_grow_with_ranks(mode, monkeypatch):
         one = _errors(1, mode, kernel)
         for size in {"ulysses": (2, 4), "hybrid": (4, 8)}.get(mode, (2, 4, 8)):
             assert all(e <= most * o for e, o in zip(_errors(size, mode, kernel), one)), (kernel, size)
+
+
+@pytest.mark.parametrize("mode", ["allgather", "ring", "ring, in parts"])
+def test_few_gradients_are_rounded_twice(mode, monkeypatch):
+    """Under a window each rank's kernel rounds what it gives of the rank's own keys, and few tokens get another part,
+    which is fp32: errors are those of one process whatever the number of ranks."""
+    mode, _, divided = mode.partition(", ")
+    if divided:
+        monkeypatch.setattr(cost, "ring_parts", lambda *_: cost.RingParts(Splits(Split(2), Split(2))))
+    asked = []
+
+    class Watched(Ours):
+        def backward(self, *args):
+            asked.append((args[7].tokens, args[-1]))
+            return super().backward(*args)
+
+    monkeypatch.setitem(KERNELS, "watched", Watched())
+    one = _errors(1, mode, "watched", window=3)
+    for size in (2, 4, 8):
+        asked.clear()
+        assert all(e <= 1.04 * o for e, o in zip(_errors(size, mode, "watched", window=3), one)), size
+        parts = 2 if divided else 1
+        assert sorted(asked) == sorted([(256 // size, False)] * size * parts + [(3, True)] * (size - 1) * parts)
 
 
 @pytest.mark.parametrize("divided", [False, True])

@@ -3,12 +3,16 @@
 A rank's gradients of keys are a sum of what it and others computed, in the order of the stages: its own first, then
 each stage's as they have come back, while the next stage's are computed. Those of others' keys are put where they
 travel from, where the ring has memory for that.
+
+Parts of sums are fp32. Where what a rank computes of its own keys is all there is but for few tokens, as under a
+window, it is rounded at once: only these tokens' gradients, to which a part is added in fp32, are rounded twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +32,8 @@ def gradients(
 ) -> dict[int, Sequence[Tensor | None]]:  # fmt: skip
     """dq, dk, dv and dsinks, or None, of each rank. shared: whether dk and dv will be added to those of other ranks."""
     terms, index = to_begin(work, shards)
-    kinds = _partial(work, shards, shared)
     parts = work.parts[1]
+    kinds = _partial(work, shards, shared, any(a.kv == b.kv for a, b in pairwise(parts)))
     dsinks = {r: _to_sum_of_sinks(work, r, results[r][1]) for r in shards}
     if len(parts) < 2:
         dkv = _sums_of_keys(work, shards, kinds, 1)
@@ -54,25 +58,30 @@ def gradients(
 
 
 class _Kind(NamedTuple):
-    """Of a rank's gradients, whether they are parts of sums, and the dtype of these parts."""
+    """Of a rank's gradients, whether they are parts of sums, and the dtype of these parts; own: of what it computes of
+    its own keys, and of the sums that this begins."""
 
     adds: bool
     dtype: torch.dtype
+    own: torch.dtype
 
 
-def _partial(work: Work, shards: Shards, shared: Mapping[int, bool]) -> dict[int, _Kind]:
-    """What is rounded once needs no more than its dtype; ranks agree about what travels."""
+def _partial(work: Work, shards: Shards, shared: Mapping[int, bool], in_turns: bool) -> dict[int, _Kind]:
+    """What is rounded once needs no more than its dtype; ranks agree about what travels. in_turns: whether query heads
+    of one kv head are worked on one part after another."""
     several = len(work.schedule.stages) > 1
     found = {}
     for r, (q, _, _) in shards.items():
-        adds = several or work.schedule.sums(r).parts > 1 or shared[r]
-        found[r] = _Kind(adds, work.kernel.summand(q) if adds else q.dtype)
+        sums = work.schedule.sums(r)
+        adds = several or sums.parts > 1 or shared[r]
+        dtype = work.kernel.summand(q) if adds else q.dtype
+        found[r] = _Kind(adds, dtype, q.dtype if sums.nearly and not shared[r] and not in_turns else dtype)
     return found
 
 
 def _sums_of_keys(work: Work, shards: Shards, kinds: Mapping[int, _Kind], times: int) -> dict[int, Sum]:
     """Those of dk and dv, to which each stage adds so many times."""
-    return {r: Sum(tensors[1:], times * work.schedule.sums(r).parts, kinds[r].dtype) for r, tensors in shards.items()}
+    return {r: Sum(tensors[1:], times * work.schedule.sums(r).parts, kinds[r].own) for r, tensors in shards.items()}
 
 
 class _Part:
@@ -90,7 +99,7 @@ class _Part:
         self.work, self.shards, self.results, self.terms, self.index = work, shards, results, terms, index
         self.kinds, self.dkv, self.dsinks, self.into = kinds, dkv, dsinks, into
         schedule = work.schedule
-        self.sums = {r: Sum([q], schedule.sums(r).parts, kinds[r].dtype) for r, (q, _, _) in shards.items()}
+        self.sums = {r: Sum([q], schedule.sums(r).parts, kinds[r].own) for r, (q, _, _) in shards.items()}
         self.left = {r: sum(len(stage.calls[r]) for stage in schedule.stages) for r in shards}
         self.dq: dict[int, Tensor] = {}
         # gradients of one stage's keys, on their way to their owners
@@ -121,6 +130,7 @@ class _Part:
         work, (q, _, _), kind = self.work, self.shards[r], self.kinds[r]
         out, lse, dout, dlse = self.results[r]
         into, terms = self.dkv[r], self.terms[r]
+        adds = kind.adds and (bool(stage.transfers) or kind.own == kind.dtype)
         if stage.transfers:
             memory = partial(work.reserve, stage.transfers, r, keys, kind.dtype)
             into = Sum(keys, len(stage.calls[r]), kind.dtype, stage.tiled[r], memory)
@@ -133,7 +143,7 @@ class _Part:
             slope = None if dlse is None else run(dlse, *call.span).contiguous()
             found = work.kernel.backward(
                 run(dout, *call.span), slope, *cut(call, q, *keys), run(out, *call.span),
-                run(lse, *call.span).contiguous(), call, some, kind.adds,
+                run(lse, *call.span).contiguous(), call, some, adds,
             )  # fmt: skip
             if len(call.runs) == 1:
                 self.sums[r].add(found[:1], call.q, not self.left[r])
