@@ -11,12 +11,13 @@ window, it is rounded at once: only these tokens' gradients, to which a part is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.schedule import Moves, Stage
@@ -34,7 +35,7 @@ def gradients(
     terms, index = to_begin(work, shards)
     parts = work.parts[1]
     kinds = _partial(work, shards, shared, any(a.kv == b.kv for a, b in pairwise(parts)))
-    dsinks = {r: _to_sum_of_sinks(work, r, results[r][1]) for r in shards}
+    dsinks: dict[int, list[Tensor] | None] = {r: [] if _gives_sinks(work, r) else None for r in shards}
     if len(parts) < 2:
         dkv = _sums_of_keys(work, shards, kinds, 1)
         dq = _Part(work, shards, results, terms, index, kinds, dkv, dsinks).run()
@@ -49,9 +50,12 @@ def gradients(
         alike = [one for one in parts if one.kv == part.kv]
         if part == alike[0]:
             dkv = _sums_of_keys(work, mine, kinds, len(alike))
-        sinks = {r: None if x is None else x[slice(*part.q)] for r, x in dsinks.items()}
+        sinks = {r: None if x is None else [] for r, x in dsinks.items()}
         dq = {r: x[0][:, slice(*part.q)] for r, x in whole.items()}
         _Part(work, mine, theirs, some, index, kinds, dkv, sinks, dq).run(part == alike[-1])
+        for r, found in sinks.items():
+            if found:
+                dsinks[r].append(F.pad(reduce(torch.add, found), (part.q[0], whole[r][0].shape[1] - part.q[1])))
         for r in shards if part == alike[-1] else ():
             dkv.pop(r).write([x[:, slice(*part.kv)] for x in whole[r][1:]])
     return {r: [*whole[r], _sinks(work, r, results[r], dsinks[r])] for r in shards}
@@ -87,13 +91,13 @@ def _sums_of_keys(work: Work, shards: Shards, kinds: Mapping[int, _Kind], times:
 class _Part:
     """The gradients of some of the heads, of the ranks of this process.
 
-    dkv: the sums of dk and dv, to which theirs are added; dsinks: likewise, of sinks. into: where dq is to be written;
-    None: it is made.
+    dkv: the sums of dk and dv, to which theirs are added; dsinks: of sinks, what calls on a rank's own keys give; None
+    for a rank whose calls give none. into: where dq is to be written; None: it is made.
     """
 
     def __init__(
         self, work: Work, shards: Shards, results: Results, terms: Mapping[int, Terms], index: dict[int, int],
-        kinds: Mapping[int, _Kind], dkv: Mapping[int, Sum], dsinks: Mapping[int, Tensor | None],
+        kinds: Mapping[int, _Kind], dkv: Mapping[int, Sum], dsinks: Mapping[int, list[Tensor] | None],
         into: Mapping[int, Tensor] | None = None,
     ):  # fmt: skip
         self.work, self.shards, self.results, self.terms, self.index = work, shards, results, terms, index
@@ -152,7 +156,7 @@ class _Part:
                 self.sums[r].add_runs(found[:1], runs, not self.left[r])
             into.add(found[1:3], call.k)
             if counts:
-                self.dsinks[r].add_(found[3])
+                self.dsinks[r].append(found[3])
             del found  # not held beside those of the next call
         return into
 
@@ -177,30 +181,30 @@ class _Part:
                 total.write([self.into[r]])
 
 
-def _to_sum_of_sinks(work: Work, rank: int, lse: Tensor) -> Tensor | None:
-    """Zeros for the sinks of a rank's heads, to which its calls on its own keys add; None where there are no sinks, or
-    these calls do not have each of its queries once with a key that it sees, its own."""
+def _gives_sinks(work: Work, rank: int) -> bool:
+    """Whether a rank's calls on its own keys give the gradients of its heads' sinks: there are sinks, and these calls
+    have each of its queries once with a key that it sees, its own."""
     terms = of_rank(work, rank)
     hidden = any(x is not None for x in (terms.mask, terms.bias, terms.q_documents))
-    if terms.sinks is None or hidden or not work.kernel.sinks:
-        return None
-    return torch.zeros_like(terms.sinks, dtype=lse.dtype) if work.schedule.sums(rank).once else None
+    return terms.sinks is not None and not hidden and work.kernel.sinks and work.schedule.sums(rank).once
 
 
-def _sinks(work: Work, rank: int, result: Sequence[Tensor | None], found: Tensor | None) -> Tensor | None:
-    """The gradient of all sinks by a rank's rows, zero for heads that it does not have. found: of its heads, if its
-    calls made it; a sink's share of a row needs no keys otherwise."""
+def _sinks(work: Work, rank: int, result: Sequence[Tensor | None], given: Sequence[Tensor] | None) -> Tensor | None:
+    """The gradient of all sinks by a rank's rows in at least fp32, zero for heads that it does not have. given: of its
+    heads, what is to be added, if its calls made it; a sink's share of a row needs no keys otherwise."""
     whole = work.terms[rank].sinks
     if whole is None:
         return None
     out, lse, dout, dlse = result
-    if found is None:
+    if given:
+        found = reduce(torch.add, given)
+    else:
         sinks = of_rank(work, rank).sinks.to(lse.dtype)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         delta = delta if dlse is None else delta - dlse
         found = -torch.where(lse > NO_KEYS, torch.exp(sinks[None, :, None] - lse) * delta, 0.0).sum((0, 2))
     if work.schedule.degree == 1:
-        return found.to(whole.dtype)
-    made = torch.zeros_like(whole)
+        return found
+    made = torch.zeros_like(whole, dtype=found.dtype)
     made[slice(*work.schedule.q_heads[rank])] = found
     return made
