@@ -196,9 +196,45 @@ def _bert() -> list[float]:
     return [row["device_ms"], row["ms"]]
 
 
-BENCH, GUIDES = "benchmarks/README.md", "docs/guides"
+def _release(name: str, release: str, *of: str) -> list[float]:
+    """What rows, or the one of a case and pass, take with a release beside 3.6.0, in the last turn."""
+    rows = [row for row in _at(f"sm90/{name}", "rows") if not of or (row["case"], row["pass"]) == of]
+    return [row[release][-1] / row["3.6.0"][-1] for row in rows]
+
+
+def _with_39(case: str) -> list[float]:
+    rows = [row for row in _at("sm90/triton-3.9", "rows") if row["case"] == case]
+    return [row[release][0] for row in rows for release in ("3.6.0", "3.9.0")]
+
+
+BENCH, GUIDES, RELEASES = "benchmarks/README.md", "docs/guides", "docs/gluon-releases.md"
 ROW = "| {:.0f} % | {:.0f} to {:.0f} % |"
 SAID = [
+    *(
+        Said(RELEASES, f"| {case} | {{:,.1f}} | {{:,.1f}} | {{:,.1f}} | {{:,.1f}} |", lambda case=case: _with_39(case))
+        for case in (
+            "d64_4k_causal", "d128_4k", "d128_4k_causal", "d256_4k_causal", "mla_4k_causal", "llama_4k", "packed_16k",
+        )
+    ),
+    Said(
+        RELEASES,
+        "3.9.0 takes {:.3f} times as long in the geometric mean",
+        lambda: [statistics.geometric_mean(_release("triton-3.9", "3.9.0"))],
+    ),
+    Said(
+        RELEASES,
+        "head dim 256 by {:.1f} %, packed documents by {:.1f} %",
+        lambda: [
+            100 * (_release("triton-3.9", "3.9.0", case, "forward")[0] - 1) for case in ("d256_4k_causal", "packed_16k")
+        ],
+    ),
+    Said(
+        RELEASES,
+        "3.7.1 takes {:.2f} to {:.2f} times as long as 3.6, {:.2f} in the geometric mean",
+        lambda: [
+            f(_release("triton-releases", "3.7.1")) for f in (min, max, statistics.geometric_mean)
+        ],
+    ),
     Said("README.md", "trains {:.1f}× as fast as in PyTorch", lambda: [_llama("tilesmith")["times_pytorch"]]),
     Said("README.md", "in {:.0f} GB instead of {:.0f}**", lambda: [_peak("tilesmith"), _peak("pytorch")]),
     Said(
@@ -383,6 +419,7 @@ def _whole_plan() -> dict:
 
 
 NOT_MEASURED = {
+    RELEASES: ["tells no more than 5 %", "Two rows are more than 3 % slower"],
     "README.md": ["at most 2 × (the error", "24 times for each draw"],
     BENCH: ["within 2 % of it"],
     f"{GUIDES}/adaptive-precision.md": ["| 95 % interval |"],
@@ -409,7 +446,6 @@ NOT_MEASURED = {
 
 WITHOUT_ROWS = {
     "docs/tuning.md": "`benchmarks/results` has no rows of",
-    "docs/gluon-releases.md": "`benchmarks/results` has no rows of",
     "docs/context-parallel-model.md": "Estimated, not measured",
 }
 """Pages whose figures have no rows, and the words in which they say so."""
