@@ -2,13 +2,14 @@
 
 import gc
 import json
+import random
 import weakref
 
 import pytest
 import torch
 
 import tilesmith.distributed.prepared as prepared
-from tilesmith import ops
+from tilesmith import ops, use
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
@@ -17,8 +18,9 @@ from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.sums import Sum
-from tilesmith.distributed.tokens import copy_runs
+from tilesmith.distributed.tokens import add_runs, copy_runs
 from tilesmith.distributed.travel import parcels
+from tilesmith.engine.backends import interpreting
 
 CAUSAL = ops.Mask(causal=True)
 SIZE, LOCAL = 2, 8
@@ -367,6 +369,31 @@ def test_a_sum_has_the_bits_of_additions_one_after_another(dtype, many, given):
         tiles.add([x[:, :, low : low + (13 if low else 7)] for x in whole], low)
     assert all(torch.equal(x, y) for x, y in zip(tiles.total(dtype), whole))
     assert not given or tiles.values is memory
+
+
+@pytest.mark.parametrize("came", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("total", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("many", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_runs_are_added_one_after_another_as_pytorch_adds(request, backend, many, total, came):
+    """In place, also to views of heads by token, and where runs share tokens, as they do with more than two ranks."""
+    if backend == "triton":
+        request.getfixturevalue("needs_triton")
+        if not interpreting():
+            pytest.skip("needs Triton's interpreter")
+    r, generator = random.Random(many), torch.Generator().manual_seed(many)
+    pinned = {"add_runs": backend} if total != torch.float64 else {}
+    for _ in range(6):
+        runs = [n for _ in range(r.randint(0, 4)) for n in (r.randint(0, 9), r.randint(0, 180), r.randint(0, 20))]
+        wholes = [torch.randn(200, 2, 4, 8, generator=generator).to(total) for _ in range(many)]
+        more = [torch.randn(2, 3, 30, 8, generator=generator).to(came) for _ in range(many)]
+        expected = [x.clone() for x in wholes]
+        for x, y in zip(expected, more):
+            for at, to, tokens in zip(runs[::3], runs[1::3], runs[2::3]):
+                x.permute(1, 2, 0, 3)[:, 1:, to : to + tokens].add_(y[:, :, at : at + tokens])
+        with use(**pinned):
+            add_runs([x.permute(1, 2, 0, 3)[:, 1:] for x in wholes], more, runs)
+        assert all(torch.equal(x, y) for x, y in zip(wholes, expected))
 
 
 def test_joined_runs_still_bring_every_token():

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilesmith import ops
-from tilesmith.ops.attn.runs_reference import each_run
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -45,7 +44,8 @@ def copy_runs(
 
 
 def add_runs(totals: Sequence[Tensor], more: Sequence[Tensor], runs: Sequence[int]) -> None:
-    """Add runs of tokens to sums, both [B, heads, T, D], in place. runs: as `ops.add_runs` takes them."""
-    for total, x in zip(totals, more):
-        for at, to, tokens in each_run(runs):
-            run(total, to, to + tokens).add_(run(x, at, at + tokens))
+    """Add runs of tokens to sums, both [B, heads, T, D], in place, two sums at a time. runs: as `ops.add_runs` takes
+    them."""
+    for i in range(0, len(totals), 2):
+        sums = pair(totals[i : i + 2])
+        ops.add_runs(*sums, *pair(more[i : i + 2]), *sums, runs)
