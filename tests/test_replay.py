@@ -287,7 +287,7 @@ def test_a_tensor_that_two_parameters_of_runs_are_is_replayed(runs_launched):
 
 @pytest.mark.parametrize("name", ["copy_runs", "add_runs"])
 def test_calls_of_runs_that_launch_otherwise_have_other_keys(runs_launched, name):
-    """All that a launch depends on but addresses: runs, shapes, strides, dtypes, alignment, what is written in place."""
+    """By all that a launch depends on but addresses: runs, shapes, strides, dtypes, alignment, where it writes."""
     launched, kernel_of = runs_launched
     ways = ("apart",) if name == "copy_runs" else ("apart", "in_place", "alone")
     given = [_runs_given(name, layout, columns, way) for layout in LAYOUTS for columns in (8, 4, 0) for way in ways]
