@@ -1,5 +1,6 @@
 """What is kept of a context-parallel call: its facts and nothing that tensors hold; where runs lie in shared memory."""
 
+import ctypes
 import gc
 import json
 import random
@@ -18,7 +19,7 @@ from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.sums import Sum
-from tilesmith.distributed.tokens import add_runs, copy_runs
+from tilesmith.distributed.tokens import add_runs, by_head, copy_runs
 from tilesmith.distributed.travel import parcels
 from tilesmith.engine.backends import interpreting
 
@@ -296,7 +297,8 @@ def test_places_in_shared_memory(starts, mask, degree):
         def view(rank, slot, start, shape, dtype, memory=memory):
             return memory.setdefault((rank, slot, start), torch.full(shape, float("nan"), dtype=dtype))
 
-        exchanges = [_Exchange(moves, r, kinds_of(sent[r])) for r in range(size)]
+        heads_first = {r: [by_head(x) for x in sent[r]] for r in range(size)}
+        exchanges = [_Exchange(moves, r, kinds_of(heads_first[r])) for r in range(size)]
         assert len({exchange.need for exchange in exchanges}) == 1
         for slot in (0, 1):
             each = [exchange.placed(slot, view) for exchange in exchanges]
@@ -305,15 +307,15 @@ def test_places_in_shared_memory(starts, mask, degree):
                 apart = any(move.heads is not None for move in moves)
                 assert len(each[r].mine) == (len(exchanges[r].readers) if apart else bool(exchanges[r].readers))
                 for share, memory in each[r].mine:
-                    copy_runs(sent[r], share.heads, memory, share.runs)
+                    copy_runs(heads_first[r], share.heads, memory, share.runs)
                     low, high = exchanges[r].span
                     unread = high - low - sum(share.runs[2::3])  # what lies between runs is not copied
                     assert all(mine[0, 0, :, 0].isnan().sum() == unread for mine in memory)
                     gaps.add(unread > 0)
             for r in range(size):
                 for _, runs in each[r].reads:
-                    for i, to, tokens, there in runs:
-                        into[1][r][i][to : to + tokens].copy_(there)
+                    for i, first, address, size_of_run in runs:
+                        ctypes.memmove(into[1][r][i].data_ptr() + first, address, size_of_run)
                 for move in moves.own(r):
                     for give, take in zip(sent[r], into[1][r]):
                         some = slice(None) if move.heads is None else slice(*move.heads)
