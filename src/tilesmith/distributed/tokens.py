@@ -39,8 +39,11 @@ def run(x: Tensor, low: int, high: int) -> Tensor:
 
 
 def pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """One tensor or two, as ops of two take them: beside one alone its first 0 columns."""
-    return (tensors[0], tensors[0].narrow(3, 0, 0)) if len(tensors) == 1 else (tensors[0], tensors[1])
+    """One tensor or two, as ops of two take them: beside one alone one like it with 0 columns."""
+    if len(tensors) == 2:
+        return tensors[0], tensors[1]
+    (x,) = tensors
+    return x, x.new_empty_strided((*x.shape[:3], 0), (1, 1, 1, 1))  # which takes half as long as a view
 
 
 def copy_runs(
