@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import json
 import random
 import weakref
@@ -19,7 +20,7 @@ from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.sums import Sum
-from tilesmith.distributed.tokens import add_runs, by_head, copy_runs
+from tilesmith.distributed.tokens import add_runs, by_head, copy_runs, landing
 from tilesmith.distributed.travel import parcels
 from tilesmith.engine.backends import interpreting
 
@@ -371,6 +372,17 @@ def test_a_sum_has_the_bits_of_additions_one_after_another(dtype, many, given):
         tiles.add([x[:, :, low : low + (13 if low else 7)] for x in whole], low)
     assert all(torch.equal(x, y) for x, y in zip(tiles.total(dtype), whole))
     assert not given or tiles.values is memory
+
+
+@pytest.mark.parametrize("heads", [None, 0, 1, 2])
+def test_memory_where_tokens_land_lies_by_token(heads):
+    """With PyTorch's strides, also where there is nothing."""
+    for batch, own, dim, tokens in itertools.product((0, 1, 2), (0, 3), (0, 1, 4), (0, 1, 5)):
+        x = torch.zeros(batch, own, 7, dim, dtype=torch.bfloat16)
+        made = landing(x, tokens, heads)
+        like = by_head(x.new_empty(tokens, batch, own if heads is None else heads, dim))
+        assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
+        assert landing(x, tokens, heads, torch.float32).dtype == torch.float32
 
 
 @pytest.mark.parametrize("came", [torch.float32, torch.bfloat16])

@@ -29,7 +29,9 @@ def landing(x: Tensor, tokens: int, heads: int | None = None, dtype: torch.dtype
     heads and the dtype of x [B, heads, T, D]. It lies as [tokens, B, heads, D]."""
     batch, own, _, dim = x.shape
     heads = own if heads is None else heads
-    strides = heads * dim, dim, batch * heads * dim, 1
+    head = max(1, dim)  # as PyTorch has strides of what is empty
+    row = max(1, heads) * head
+    strides = row, head, max(1, batch) * row, 1
     return x.new_empty_strided((batch, heads, tokens, dim), strides, dtype=x.dtype if dtype is None else dtype)
 
 
