@@ -107,6 +107,20 @@ def test_a_rank_may_hold_no_tokens(ranks):
     assert ranks(2, work) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
+def test_a_batch_without_rows_and_heads_without_columns(ranks, monkeypatch):
+    """Nothing is copied, and nobody waits in vain."""
+    copies = []
+    monkeypatch.setattr(World, "copy", lambda self, *given: copies.append(given))
+
+    def work(rank, memory, gather):
+        for shape in ((8, 0, 2, 3), (8, 1, 2, 0)):
+            _moved(memory, BOTH, [torch.ones(shape)], [torch.ones(shape)], gather)
+        synchronize()
+        return "right"
+
+    assert ranks(2, work) == ["right"] * 2 and not copies
+
+
 def test_an_exchange_that_is_too_large_is_left_to_others(ranks, monkeypatch):
     monkeypatch.setattr(peer_memory, "MOST", 1 << 12)
     moves = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 1)])
@@ -442,9 +456,14 @@ def test_the_watch_sleeps_where_nothing_is_under_way_and_ends(ranks, monkeypatch
             synchronize()
             until(lambda: watching._asleep)
             assert watching._asleep and watching._thread.is_alive() and watching.idle
+        arrival = memory.begin(
+            BOTH, *([by_head(x) for x in _tensors(rank)] for _ in range(2)), "keys", TIMEOUT, gather
+        )()
+        synchronize()
         memory.close()
         watching._thread.join(TIMEOUT)
         assert memory.held == 0 and not watching._thread.is_alive()
+        memory.wait(arrival)  # all of it has arrived
         _moved(memory, BOTH, _tensors(rank), into := _tensors(rank), gather)  # memory is made anew
         synchronize()
         assert memory.held and (into[0] == 2.0 - rank).all()

@@ -99,12 +99,12 @@ class _Exchange:
     def _runs(
         self, source: int, moves: Sequence[Transfer], slot: int, view: Callable[..., Tensor]
     ) -> list[tuple[int, int, int, int]]:  # fmt: skip
-        low, found = self.moves.spans[source][0], []
+        (low, high), found = self.moves.spans[source], []
         for n, share in enumerate(self.moves.shares[source]):
             mine = [m for m in moves if share.reader is None or (share.reader, share.heads) == (self.rank, m.heads)]
             for i, memory in enumerate(self._memory(source, n, slot, view) if mine else ()):
-                first, token = memory.data_ptr(), memory.stride(0) * memory.element_size()
-                found += [(i, m.to * token, first + (m.at - low) * token, m.tokens * token) for m in mine]
+                first, token = memory.data_ptr(), memory.nbytes // (high - low)
+                found += [(i, m.to * token, first + (m.at - low) * token, m.tokens * token) for m in mine if token]
         return found
 
     def _memory(self, source: int, i: int, slot: int, view: Callable[..., Tensor]) -> list[Tensor]:
@@ -266,7 +266,8 @@ class PeerMemory:
         """Let the current stream wait for an exchange. Raises RingError where a rank was lost."""
         if self.broken:  # what arrives is kept: it is still written
             raise RingError(self.broken)
-        arrival.event.wait(self._here())
+        if self._memory is not None:  # else it was given back, when all had arrived
+            arrival.event.wait(self._here())
         for slot, one in list(self._under_way.items()):
             if one is arrival:
                 del self._under_way[slot]
