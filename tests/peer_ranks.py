@@ -50,20 +50,10 @@ class Stream:
         work() if self.direct else self.todo.put(work)
 
     def record_event(self):
-        event = Event()
-        self.do(event.happened.set)
-        return event
-
-    def wait_event(self, event):
-        self.do(lambda: event.happened.wait(TIMEOUT))
-
-
-class Event:
-    def __init__(self):
-        self.happened = threading.Event()
-
-    def query(self):
-        return self.happened.is_set()
+        """What is set when the stream comes here."""
+        happened = threading.Event()
+        self.do(happened.set)
+        return happened
 
 
 def _streams():
@@ -105,7 +95,7 @@ def synchronize(device=None, limit=TIMEOUT):
     """Wait for all streams of this thread's rank."""
     with waiting():
         for stream in list(_streams()):
-            assert stream.record_event().happened.wait(limit), "a stream waits for ever"
+            assert stream.record_event().wait(limit), "a stream waits for ever"
 
 
 def until(condition):
@@ -121,8 +111,8 @@ class _Torch:
     """torch, without a GPU."""
 
     cuda = types.SimpleNamespace(
-        Stream=Stream, Event=Event, current_stream=current, stream=within, synchronize=synchronize,
-        device=lambda d: contextlib.nullcontext(), empty_cache=lambda: None, set_device=lambda index: None,
+        Stream=Stream, stream=within, synchronize=synchronize, device=lambda d: contextlib.nullcontext(),
+        empty_cache=lambda: None, set_device=lambda index: None,
     )  # fmt: skip
 
     def __getattr__(self, name):
@@ -147,6 +137,8 @@ class World:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT)
         self.values, self.mapped = [None] * size, []
         self.waits = [threading.Event() for _ in range(size)]  # of each rank, set while it waits for others
+        self.unused, self.events = {}, []
+        self.happening = threading.Condition()
 
     def gather(self, rank, value):
         self.values[rank] = value
@@ -176,6 +168,39 @@ class World:
 
     def fill(self, stream, address, size):
         Stream.known[stream].do(lambda: ctypes.memset(address, 0xFF, size))
+
+    def copy(self, stream, to, address, size):
+        Stream.known[stream].do(lambda: ctypes.memmove(to, address, size))
+
+    def new_event(self):
+        """Its handle; of each how often it was recorded, and how often of these it has happened."""
+        with self.happening:
+            self.events.append([0, 0])
+            return len(self.events) - 1
+
+    def record(self, event, stream):
+        one = self.events[event]
+        one[0] += 1
+
+        def happen(turn=one[0]):
+            with self.happening:
+                one[1] = turn
+                self.happening.notify_all()
+
+        Stream.known[stream].do(happen)
+
+    def wait_event(self, stream, event):
+        one, turn = self.events[event], self.events[event][0]
+
+        def wait():
+            with self.happening:
+                self.happening.wait_for(lambda: one[1] >= turn, TIMEOUT)
+
+        Stream.known[stream].do(wait)
+
+    def happened(self, event):
+        recorded, happened = self.events[event]
+        return recorded == happened
 
     def apart_from_captures(self):
         pass
@@ -226,7 +251,8 @@ def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "
             monkeypatch.setattr(module, "torch", _Torch())
         monkeypatch.setattr(peer_memory, "driver", lambda: world)
         monkeypatch.setattr(peer_memory, "_identity", identity)
-        monkeypatch.setattr(peer_memory, "_copy", copied)
+        monkeypatch.setattr(peer_memory, "current_device", lambda: None)
+        monkeypatch.setattr(peer_memory, "raw_stream", lambda index: current().cuda_stream)
         monkeypatch.setattr(peer_memory, "copy_runs", packed)
         monkeypatch.setattr(peer_memory, "_kept_until", kept_until)
         monkeypatch.setattr(peer_memory, "told", _told_who_waits(peer_memory.told))

@@ -1,14 +1,17 @@
 """What is kept of a context-parallel call: its facts and nothing that tensors hold; where runs lie in shared memory."""
 
+import ctypes
 import gc
+import itertools
 import json
+import random
 import weakref
 
 import pytest
 import torch
 
 import tilesmith.distributed.prepared as prepared
-from tilesmith import ops
+from tilesmith import ops, use
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import Layout, LocalRing, context_parallel_attention
 from tilesmith.distributed.kernels import KERNELS, Ours
@@ -17,8 +20,9 @@ from tilesmith.distributed.pieces import Sight
 from tilesmith.distributed.schedule import schedule
 from tilesmith.distributed.signature import Facts, Signed
 from tilesmith.distributed.sums import Sum
-from tilesmith.distributed.tokens import copy_runs
+from tilesmith.distributed.tokens import add_runs, by_head, copy_runs, landing
 from tilesmith.distributed.travel import parcels
+from tilesmith.engine.backends import interpreting
 
 CAUSAL = ops.Mask(causal=True)
 SIZE, LOCAL = 2, 8
@@ -294,7 +298,8 @@ def test_places_in_shared_memory(starts, mask, degree):
         def view(rank, slot, start, shape, dtype, memory=memory):
             return memory.setdefault((rank, slot, start), torch.full(shape, float("nan"), dtype=dtype))
 
-        exchanges = [_Exchange(moves, r, kinds_of(sent[r])) for r in range(size)]
+        heads_first = {r: [by_head(x) for x in sent[r]] for r in range(size)}
+        exchanges = [_Exchange(moves, r, kinds_of(heads_first[r])) for r in range(size)]
         assert len({exchange.need for exchange in exchanges}) == 1
         for slot in (0, 1):
             each = [exchange.placed(slot, view) for exchange in exchanges]
@@ -303,15 +308,15 @@ def test_places_in_shared_memory(starts, mask, degree):
                 apart = any(move.heads is not None for move in moves)
                 assert len(each[r].mine) == (len(exchanges[r].readers) if apart else bool(exchanges[r].readers))
                 for share, memory in each[r].mine:
-                    copy_runs(sent[r], share.heads, memory, share.runs)
+                    copy_runs(heads_first[r], share.heads, memory, share.runs)
                     low, high = exchanges[r].span
                     unread = high - low - sum(share.runs[2::3])  # what lies between runs is not copied
                     assert all(mine[0, 0, :, 0].isnan().sum() == unread for mine in memory)
                     gaps.add(unread > 0)
             for r in range(size):
                 for _, runs in each[r].reads:
-                    for i, to, tokens, there in runs:
-                        into[1][r][i][to : to + tokens].copy_(there)
+                    for i, first, address, size_of_run in runs:
+                        ctypes.memmove(into[1][r][i].data_ptr() + first, address, size_of_run)
                 for move in moves.own(r):
                     for give, take in zip(sent[r], into[1][r]):
                         some = slice(None) if move.heads is None else slice(*move.heads)
@@ -367,6 +372,42 @@ def test_a_sum_has_the_bits_of_additions_one_after_another(dtype, many, given):
         tiles.add([x[:, :, low : low + (13 if low else 7)] for x in whole], low)
     assert all(torch.equal(x, y) for x, y in zip(tiles.total(dtype), whole))
     assert not given or tiles.values is memory
+
+
+@pytest.mark.parametrize("heads", [None, 0, 1, 2])
+def test_memory_where_tokens_land_lies_by_token(heads):
+    """With PyTorch's strides, also where there is nothing."""
+    for batch, own, dim, tokens in itertools.product((0, 1, 2), (0, 3), (0, 1, 4), (0, 1, 5)):
+        x = torch.zeros(batch, own, 7, dim, dtype=torch.bfloat16)
+        made = landing(x, tokens, heads)
+        like = by_head(x.new_empty(tokens, batch, own if heads is None else heads, dim))
+        assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
+        assert landing(x, tokens, heads, torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("came", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("total", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("many", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_runs_are_added_one_after_another_as_pytorch_adds(request, backend, many, total, came):
+    """In place, also to views of heads by token, and where runs share tokens, as they do with more than two ranks."""
+    if backend == "triton":
+        request.getfixturevalue("needs_triton")
+        if not interpreting():
+            pytest.skip("needs Triton's interpreter")
+    r, generator = random.Random(many), torch.Generator().manual_seed(many)
+    pinned = {"add_runs": backend} if total != torch.float64 else {}
+    for _ in range(6):
+        runs = [n for _ in range(r.randint(0, 4)) for n in (r.randint(0, 9), r.randint(0, 180), r.randint(0, 20))]
+        wholes = [torch.randn(200, 2, 4, 8, generator=generator).to(total) for _ in range(many)]
+        more = [torch.randn(2, 3, 30, 8, generator=generator).to(came) for _ in range(many)]
+        expected = [x.clone() for x in wholes]
+        for x, y in zip(expected, more):
+            for at, to, tokens in zip(runs[::3], runs[1::3], runs[2::3]):
+                x.permute(1, 2, 0, 3)[:, 1:, to : to + tokens].add_(y[:, :, at : at + tokens])
+        with use(**pinned):
+            add_runs([x.permute(1, 2, 0, 3)[:, 1:] for x in wholes], more, runs)
+        assert all(torch.equal(x, y) for x, y in zip(wholes, expected))
 
 
 def test_joined_runs_still_bring_every_token():

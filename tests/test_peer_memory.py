@@ -1,5 +1,6 @@
 """Exchanges through memory that ranks share, with threads for ranks and for streams; ranks that die or stall."""
 
+import ctypes
 import random
 import threading
 import time
@@ -22,6 +23,7 @@ from tilesmith.distributed import Layout, LocalRing, ProcessGroupRing, RingError
 from tilesmith.distributed.kernels import KERNELS
 from tilesmith.distributed.schedule import Moves, Transfer
 from tilesmith.distributed.signals import SLOTS
+from tilesmith.distributed.tokens import by_head, by_token
 from tilesmith.distributed.transport import SYMMETRIC, Peers
 
 
@@ -32,11 +34,16 @@ def ranks(monkeypatch):
 
 
 def _moved(memory, moves, sent, into, gather, step="keys, step 1 of 1", timeout=TIMEOUT):
-    """Post an exchange, let the current stream wait for it."""
+    """Post an exchange of tensors [T, B, heads, D], let the current stream wait for it."""
     _allocated.append(into)
-    arrival = memory.begin(moves, sent, into, step, timeout, gather)()
+    arrival = _begun(memory, moves, sent, into, step, timeout, gather)()
     memory.wait(arrival)
     return arrival
+
+
+def _begun(memory, moves, sent, into, *given):
+    """`memory.begin` of tensors [T, B, heads, D]."""
+    return memory.begin(moves, *([by_head(x) for x in tensors] for tensors in (sent, into)), *given)
 
 
 _allocated = []  # what a stream may still write; PyTorch's allocator for GPUs keeps memory, too
@@ -100,11 +107,25 @@ def test_a_rank_may_hold_no_tokens(ranks):
     assert ranks(2, work) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
+def test_a_batch_without_rows_and_heads_without_columns(ranks, monkeypatch):
+    """Nothing is copied, and nobody waits in vain."""
+    copies = []
+    monkeypatch.setattr(World, "copy", lambda self, *given: copies.append(given))
+
+    def work(rank, memory, gather):
+        for shape in ((8, 0, 2, 3), (8, 1, 2, 0)):
+            _moved(memory, BOTH, [torch.ones(shape)], [torch.ones(shape)], gather)
+        synchronize()
+        return "right"
+
+    assert ranks(2, work) == ["right"] * 2 and not copies
+
+
 def test_an_exchange_that_is_too_large_is_left_to_others(ranks, monkeypatch):
     monkeypatch.setattr(peer_memory, "MOST", 1 << 12)
     moves = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 1)])
     x = [torch.ones(2000, 1, 1, 1)]
-    assert ranks(2, lambda rank, memory, gather: memory.begin(moves, x, x, "keys", TIMEOUT, gather)) == [None, None]
+    assert ranks(2, lambda rank, memory, gather: _begun(memory, moves, x, x, "keys", TIMEOUT, gather)) == [None, None]
 
 
 def test_ranks_that_cannot_share_all_say_which_of_them(ranks):
@@ -136,8 +157,9 @@ def test_a_driver_without_waits_is_told_before_anything_waits(ranks, monkeypatch
         assert "rank 0 cannot let streams wait for memory: RuntimeError: cuStreamWaitValue32 gave" in str(problem)
 
 
-def _by_token(tensors):
-    return [x.permute(2, 0, 1, 3) for x in tensors]
+def _kinds(tensors):
+    """Of tensors [T, B, heads, D]."""
+    return peer_memory.kinds_of([by_head(x) for x in tensors])
 
 
 ONE_WAY = Moves([Transfer(0, 1, 0, 0, 8)])
@@ -151,10 +173,10 @@ def test_what_is_written_into_a_reservation_is_sent_without_a_copy(ranks, monkey
         found = []
         for i in range(4):
             into = [torch.zeros(8, 2, 3, d) for d in (4, 1)]
-            mine = memory.reserve(BOTH, peer_memory.kinds_of(into))
+            mine = memory.reserve(BOTH, _kinds(into))
             for x in mine:
                 copied(x, torch.full_like(x, 10.0 * i + rank))
-            _moved(memory, BOTH, _by_token(mine), into, gather)
+            _moved(memory, BOTH, [by_token(x) for x in mine], into, gather)
             synchronize()
             found.append([x.unique().tolist() for x in into])
         return found
@@ -176,10 +198,11 @@ def test_a_reservation_waits_until_its_memory_was_read(ranks):
                 _moved(memory, ONE_WAY, sent, into, gather)
                 found.append(into)
                 continue
-            mine = memory.reserve(ONE_WAY, peer_memory.kinds_of(sent)) if i > 1 else None
+            mine = memory.reserve(ONE_WAY, _kinds(sent)) if i > 1 else None
             for x in mine or ():
                 copied(x, torch.full_like(x, i + 1.0))
-            memory.begin(ONE_WAY, sent if mine is None else _by_token(mine), [], "keys", TIMEOUT, gather)()
+            sent = sent if mine is None else [by_token(x) for x in mine]
+            _begun(memory, ONE_WAY, sent, [], "keys", TIMEOUT, gather)()
         synchronize()
         return [x.unique().tolist() for (x,) in found]
 
@@ -195,7 +218,7 @@ def test_a_reservation_that_is_not_used_holds_nobody_up_and_spoils_nothing(ranks
             time.sleep(SHORT)
             _moved(memory, BOTH, _tensors(1), [into], gather)
         else:
-            (mine,) = memory.reserve(BOTH, peer_memory.kinds_of(_tensors(0)))
+            (mine,) = memory.reserve(BOTH, _kinds(_tensors(0)))
             current().do(lambda: time.sleep(SHORT / 2))
             copied(mine, torch.full_like(mine, 9.0))
             with within(Stream()):
@@ -213,10 +236,10 @@ def test_nothing_is_reserved_where_memory_will_change_or_not_all_is_sent(ranks, 
 
     def work(rank, memory, gather):
         whole = Moves([Transfer(0, 1, 0, 0, 2000), Transfer(1, 0, 0, 0, 2000)])
-        before = memory.reserve(whole, peer_memory.kinds_of(large))
+        before = memory.reserve(whole, _kinds(large))
         _moved(memory, whole, large, [torch.zeros(2000, 1, 1, 1)], gather)
-        after = memory.reserve(whole, peer_memory.kinds_of(large))
-        return before is None, after is None, memory.reserve(some, peer_memory.kinds_of(large)) is None
+        after = memory.reserve(whole, _kinds(large))
+        return before is None, after is None, memory.reserve(some, _kinds(large)) is None
 
     assert ranks(2, work) == [(True, False, True)] * 2
 
@@ -261,7 +284,7 @@ def test_a_rank_that_dies_leaves_nan_and_an_error(ranks, before, behind):
         assert all(x.isnan().all() for x in found)
         for _ in range(2):
             with pytest.raises(RingError, match=r"rank 0: keys, step 1 of 9: rank 1 did not answer .*limit 0.4 s"):
-                memory.begin(BOTH, _tensors(0), _tensors(0), "keys", SHORT, gather)
+                _begun(memory, BOTH, _tensors(0), _tensors(0), "keys", SHORT, gather)
         assert memory.idle and memory.held
         memory.close()
         assert memory.held == 0 and "rank 1" in memory.broken
@@ -433,9 +456,14 @@ def test_the_watch_sleeps_where_nothing_is_under_way_and_ends(ranks, monkeypatch
             synchronize()
             until(lambda: watching._asleep)
             assert watching._asleep and watching._thread.is_alive() and watching.idle
+        arrival = memory.begin(
+            BOTH, *([by_head(x) for x in _tensors(rank)] for _ in range(2)), "keys", TIMEOUT, gather
+        )()
+        synchronize()
         memory.close()
         watching._thread.join(TIMEOUT)
         assert memory.held == 0 and not watching._thread.is_alive()
+        memory.wait(arrival)  # all of it has arrived
         _moved(memory, BOTH, _tensors(rank), into := _tensors(rank), gather)  # memory is made anew
         synchronize()
         assert memory.held and (into[0] == 2.0 - rank).all()
@@ -676,7 +704,7 @@ def test_ranks_that_cannot_share_go_through_nccl(ranks, monkeypatch, caplog, ask
     """And say why; where symmetric memory was asked for, it is an error."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(ring_module.log, "disabled", False)  # import-linter's logging config disables others' loggers
-    x = {r: _tensors(r) for r in range(2)}
+    x = {r: [by_head(x) for x in _tensors(r)] for r in range(2)}
 
     def refuses(*given):
         raise peer_memory.CannotShare("rank 1 cannot map: no handle")
@@ -705,7 +733,7 @@ def test_an_exchange_that_is_too_large(ranks, monkeypatch, asked):
     monkeypatch.setattr(torch.version, "hip", None)
     for module in (peer_memory, transport_module):
         monkeypatch.setattr(module, "MOST", 64)
-    x = {r: _tensors(r) for r in range(2)}
+    x = {r: [by_head(x) for x in _tensors(r)] for r in range(2)}
 
     def work(rank, memory, gather):
         ring = _Asking(asked, rank, memory, gather)
@@ -744,9 +772,9 @@ def test_what_is_still_written_is_kept(ranks):
     def work(rank, memory, gather):
         if rank == 1:
             return None
-        into = [torch.zeros(8, 1, 2, 3) for _ in range(2)]
+        sent, into = [by_head(x) for x in _tensors(0)], [by_head(torch.zeros(8, 1, 2, 3)) for _ in range(2)]
         _allocated.append(into)
-        posted = [memory.begin(BOTH, _tensors(0), [x], "keys", SHORT, gather)() for x in into]
+        posted = [memory.begin(BOTH, sent, [x], "keys", SHORT, gather)() for x in into]
         until(lambda: memory.broken)
         for arrival in posted:
             with pytest.raises(RingError, match="rank 1 did not answer"):
@@ -760,26 +788,57 @@ def test_what_is_still_written_is_kept(ranks):
 
 def test_memory_of_an_exchange_that_nobody_waited_for_outlives_it(ranks, monkeypatch):
     """As after an exception, where another stream than that which made the memory begins the next exchange."""
-    posted, freed = threading.Event(), []
+    posted, freed, owners = threading.Event(), [], {}
 
-    def by_address(into, x):
-        there = weakref.ref(into)
-        current().do(lambda: freed.append(x) if there() is None else there().copy_(x))
+    def where_it_is(self, stream, to, address, size):
+        there = owners[to]
+        Stream.known[stream].do(lambda: freed.append(to) if there() is None else ctypes.memmove(to, address, size))
 
-    monkeypatch.setattr(peer_ranks, "copied", by_address)
+    monkeypatch.setattr(World, "copy", where_it_is)
 
     def work(rank, memory, gather):
         if rank == 1:
             posted.wait(TIMEOUT)
         for _ in range(SLOTS + 1):
             with within(Stream()):
-                memory.begin(BOTH, _tensors(rank), _tensors(rank), "keys", TIMEOUT, gather)()
+                into = [by_head(x) for x in _tensors(rank)]
+                owners.update({x.data_ptr(): weakref.ref(x) for x in into})
+                memory.begin(BOTH, [by_head(x) for x in _tensors(rank)], into, "keys", TIMEOUT, gather)()
+                del into
         posted.set()
         synchronize()
         return len(memory._under_way)
 
     assert ranks(2, work) == [SLOTS, SLOTS]
     assert not freed
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_event_is_not_another_ones_while_somebody_holds_it(ranks, late):
+    """A call that waits for its keys after others have come and gone, and a watch that looks rarely: a handle that was
+    recorded again would hold them up for exchanges that they do not know."""
+
+    def work(rank, memory, gather):
+        into, arrivals = [torch.zeros(8, 1, 2, 3) for _ in range(4 * SLOTS)], []
+        _allocated.append(into)
+        for i, x in enumerate(into):
+            arrivals.append(_begun(memory, BOTH, _tensors(rank + i), [x], "keys", TIMEOUT, gather)())
+            if i > late:
+                memory.wait(arrivals.pop(late))
+        synchronize()
+        handles = [one.event._handle for one in arrivals]
+        gather("all were posted")
+        current().do(lambda: time.sleep(SHORT / 4))
+        held_up = memory._signals.record(current().cuda_stream)
+        assert not held_up.query() and all(one.event.query() for one in arrivals)
+        assert len({*handles, held_up._handle}) == len(handles) + 1
+        for one in arrivals:
+            memory.wait(one)
+        synchronize()
+        return [x.unique().tolist() for x in into]
+
+    for rank, found in enumerate(ranks(2, work)):
+        assert found == [[2.0 - rank + i] for i in range(4 * SLOTS)]
 
 
 def test_a_watch_that_cannot_tell_still_lets_the_gpu_go_on(ranks, monkeypatch):

@@ -12,6 +12,7 @@ from peer_ranks import run
 from tilesmith.distributed import RingError
 from tilesmith.distributed.peer_memory import kinds_of
 from tilesmith.distributed.schedule import Moves, Transfer
+from tilesmith.distributed.tokens import by_head, by_token, landing
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
@@ -27,7 +28,12 @@ def _tensors(value, dtype=torch.bfloat16):
 
 
 def _moved(memory, sent, into, gather, timeout, step="keys, step 1 of 1"):
-    memory.wait(memory.begin(BOTH, sent, into, step, timeout, gather)())
+    memory.wait(memory.begin(BOTH, *map(_heads_first, (sent, into)), step, timeout, gather)())
+
+
+def _heads_first(tensors):
+    """[T, B, heads, D] as `begin` takes them."""
+    return [by_head(x) for x in tensors]
 
 
 def test_what_arrives_is_what_was_sent(monkeypatch):
@@ -53,18 +59,17 @@ def test_runs_of_any_strides_and_what_is_written_into_a_reservation(monkeypatch)
         found = []
         for i in range(20):
             heads = [torch.randn(1, 8, TOKENS, 72, device=GPU).bfloat16() + 10 * rank + i for _ in range(2)]
-            sent = [x.permute(2, 0, 1, 3) for x in heads]
-            into = [x.new_empty(1800, *x.shape[1:]) for x in sent]
-            memory.wait(memory.begin(runs, sent, into, "keys", LONG, gather)())
-            wide = [torch.empty(TOKENS, 1, 8, 72, device=GPU) for _ in range(2)]
+            into = [landing(x, 1800) for x in heads]
+            memory.wait(memory.begin(runs, heads, into, "keys", LONG, gather)())
+            wide = [torch.empty(1, 8, TOKENS, 72, device=GPU) for _ in range(2)]
             mine = memory.reserve(whole, kinds_of(wide))
             assert mine is not None or i == 0  # memory may have to grow first
-            sums = wide if mine is None else [x.permute(2, 0, 1, 3) for x in mine]
-            for x, y in zip(sums, sent):
+            sums = wide if mine is None else mine
+            for x, y in zip(sums, heads):
                 x.copy_(y)
-            back = [torch.empty_like(x) for x in wide]
+            back = [landing(x, TOKENS) for x in wide]
             memory.wait(memory.begin(whole, sums, back, "gradients of keys", LONG, gather)())
-            found.append([x.clone() for x in (*sent, *into, *back)])
+            found.append([by_token(x).clone() for x in (*heads, *into, *back)])
         torch.cuda.synchronize()
         return found
 
@@ -93,7 +98,7 @@ def test_a_rank_that_dies(monkeypatch, dtype, behind):
         assert SHORT <= time.monotonic() - began < SHORT + 2
         assert all(x.isnan().all() for x in found)
         with pytest.raises(RingError, match="rank 0: keys, step 1 of 1: rank 1 did not answer"):
-            memory.begin(BOTH, _tensors(0, dtype), _tensors(7, dtype), "keys", SHORT, gather)()
+            memory.begin(BOTH, *map(_heads_first, (_tensors(0, dtype), _tensors(7, dtype))), "keys", SHORT, gather)()
         memory.close()
         return memory.held
 

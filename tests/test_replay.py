@@ -195,6 +195,119 @@ def test_merging_is_replayed(as_if_on_a_gpu, monkeypatch, needs_triton):
         assert (kernel.run.__name__, kernel.refusal) == ("replay", ""), name
 
 
+@pytest.fixture
+def runs_launched(as_if_on_a_gpu, monkeypatch, needs_triton):
+    """What a launcher of copy_runs or add_runs launches: the kernel, the grid, addresses of tensors, other arguments;
+    and (op, arguments) -> the function that repeated calls with this key run."""
+    from tilesmith.ops.attn.triton import runs
+
+    launched, kernels = [], {}
+
+    def launch(kernel, grid, *args, **named):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        rest = kernel.__name__, grid, [x for x in args if not isinstance(x, torch.Tensor)], named
+        as_if_on_a_gpu(lambda *addresses: launched.append((*rest, addresses)), *tensors)
+
+    def kernel_of(name, *args):
+        op = declared()[name]
+        fn, key = op.kernel("triton").fn, (name, op._key(False, "", *args))
+        if key not in kernels:
+            kernels[key] = replay.Replay(fn.configure.bind(args), fn.configure.free, 0)
+        return kernels[key]
+
+    monkeypatch.setattr(runs, "launch", launch)
+    return launched, kernel_of
+
+
+def _views(tokens, dim, layout, dtype):
+    """[2, 3, tokens, dim], in one of several orders of memory."""
+    if layout == "by_token":
+        return torch.randn(tokens, 2, 3, dim).to(dtype).permute(1, 2, 0, 3)
+    if layout == "some_heads":
+        return torch.randn(2, 5, tokens, dim).to(dtype)[:, 1:4]
+    if layout == "odd":  # 16-byte lines that begin at no multiple of 16 bytes
+        return torch.randn(2 * 3 * tokens * dim + 1).to(dtype)[1:].view(2, 3, tokens, dim)
+    return torch.randn(2, 3, tokens, dim).to(dtype)
+
+
+LAYOUTS = ("by_head", "by_token", "some_heads", "odd")
+
+
+def _runs_given(name, layout, columns, way):
+    """Arguments of one call, over memory of their own. way: "apart"; "in_place": the sums are written; "alone": so, of
+    one tensor beside its first 0 columns."""
+    a, b = (_views(90, dim, layout, torch.float32) for dim in (16, columns))
+    b = a.narrow(3, 0, 0) if way == "alone" else b
+    if name == "copy_runs":
+        into = [_views(70, x.shape[3], "by_token", torch.float32) for x in (a, b)]
+        return a, b, *into, (3, 0, 20, 40, 30, 40)
+    more = [_views(50, x.shape[3], "by_token", torch.float32) for x in (a, b)]
+    into = (a, b) if way != "apart" else [_views(90, x.shape[3], layout, torch.bfloat16) for x in (a, b)]
+    return a, b, *more, *into, (3, 0, 20, 40, 30, 10, 0, 25, 10)
+
+
+@pytest.mark.parametrize("columns", [8, 0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("copy_runs", "apart"), ("add_runs", "apart"), ("add_runs", "in_place"), ("add_runs", "alone")],
+)
+def test_runs_are_replayed(runs_launched, monkeypatch, name, way, layout, columns):
+    """With the addresses of each call, and a table of the runs that is asked for again."""
+    from tilesmith.ops.attn.triton import runs
+
+    tables, launched, kernel_of = [], *runs_launched
+    monkeypatch.setattr(runs, "_kept", lambda rows, *given: tables.append(torch.tensor(rows(*given[:2]))) or tables[-1])
+    for again in range(4):
+        args = _runs_given(name, layout, columns, way)
+        kernel = kernel_of(name, *args)
+        kernel.run(*args)
+        assert (kernel.run.__name__, kernel.refusal) == ("replay" if again else "_launch", "")
+        expected = *(x.data_ptr() for x in args[:-1]), tables[-1].data_ptr()
+        assert launched[-1][-1] == expected and len(launched) == len(tables) == again + 1
+    assert len({id(table) for table in tables}) == 4
+
+
+def test_a_tensor_that_two_parameters_of_runs_are_is_replayed(runs_launched):
+    """As the sum that is written; where another call has two tensors there, it is launched as such."""
+    launched, kernel_of = runs_launched
+    for _ in range(3):
+        args = _runs_given("add_runs", "by_head", 8, "in_place")
+        kernel_of("add_runs", *args).run(*args)
+    views = *args[:4], *(x.view(x.shape) for x in args[:2]), args[-1]
+    kernel = kernel_of("add_runs", *views)
+    assert kernel is kernel_of("add_runs", *args) and kernel.run.__name__ == "replay"  # one key: the memory is the same
+    kernel.run(*views)
+    assert launched[-1] == launched[-2]
+    apart = *args[:4], *(x.clone() for x in args[:2]), args[-1]
+    kernel_of("add_runs", *apart).run(*apart)
+    assert (launched[-2][-2]["IN_PLACE"], launched[-1][-2]["IN_PLACE"]) == (True, False)
+    assert launched[-1][-1][4:6] == tuple(x.data_ptr() for x in apart[4:6])
+
+
+@pytest.mark.parametrize("name", ["copy_runs", "add_runs"])
+def test_calls_of_runs_that_launch_otherwise_have_other_keys(runs_launched, name):
+    """By all that a launch depends on but addresses: runs, shapes, strides, dtypes, alignment, where it writes."""
+    launched, kernel_of = runs_launched
+    ways = ("apart",) if name == "copy_runs" else ("apart", "in_place", "alone")
+    given = [_runs_given(name, layout, columns, way) for layout in LAYOUTS for columns in (8, 4, 0) for way in ways]
+    if name == "add_runs":  # memory that lies where the sums do, or alike but apart
+        sums = [args for args in given if args[0] is args[4]]
+        given += [(*args[:4], *map(made, args[:2]), args[-1]) for args in sums for made in (torch.detach, torch.clone)]
+    given += [(*args[:-1], (0, 1, 2, 5, 6, 7)) for args in given]
+    given += [(*(x.half() for x in args[:-1]), args[-1]) for args in given]
+    kernels = [kernel_of(name, *args) for args in given]
+    for again in range(3):
+        for args, kernel in zip(given, kernels):
+            kernel.run(*args)
+            launched_as = launched[-1]
+            kernel.fn(*args)
+            assert launched[-1] == launched_as, again
+    assert all(kernel.run.__name__ == "replay" for kernel in kernels)
+    for flag in ("ALIGNED_A", "ALIGNED_B", "IN_PLACE")[: 2 if name == "copy_runs" else 3]:
+        assert {one[-2][flag] for one in launched} == {True, False}
+
+
 @pytest.mark.parametrize("name", ["attention_partial", "attention_vjp"])
 def test_packed_attention_is_replayed(as_if_on_a_gpu, monkeypatch, needs_triton, name):
     """Whose queries and keys have one tensor of boundaries."""

@@ -19,6 +19,7 @@ from tilesmith.distributed import Layout, context_parallel_attention, explain_co
 from tilesmith.distributed.kernels import KERNELS, Ours
 from tilesmith.distributed.parts import HeadPart, Split, head_parts, splits
 from tilesmith.distributed.pieces import Sight
+from tilesmith.distributed.tokens import by_head
 from tilesmith.ops.attn.plan import Shape
 
 SM90 = cost.MACHINES["sm90"]
@@ -86,8 +87,7 @@ class _Sharing(OneRank):
 
     def reserve(self, moves, kinds):
         """Of keys and values."""
-        found = [x[: shape[0], :, : shape[2]] for x, (shape, _) in zip(self.memory, kinds)]
-        return [x.permute(1, 2, 0, 3) for x in found]
+        return [by_head(x[:tokens, :, :heads]) for x, ((_, heads, tokens, _), _) in zip(self.memory, kinds)]
 
 
 @pytest.fixture(autouse=True)

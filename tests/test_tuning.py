@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,34 @@ def doubled():
         return 2 * x
 
     return op
+
+
+def test_tuning_at_the_first_call_leaves_what_an_op_writes_alone(monkeypatch):
+    """It runs the kernel many times; what lies where a written argument does is a copy with it."""
+
+    def grown(x: Tensor, into: Tensor) -> None:
+        into.copy_(x + 1)
+
+    op = Op(grown, name="tuning_grown", fake=lambda *given: None, outputs=(), mutates=("into",))
+    seen = []
+
+    def dims(x: Tensor, into: Tensor) -> dict[str, int]:
+        seen.append((x, into))
+        return {}
+
+    @register_kernel("tuning_grown", backend="listening", rank=60)
+    @optimize_kernel(space=Space(dims=dims, default=lambda dims, arch, dtype: Config(0, 0)))
+    def listening(x: Tensor, into: Tensor, *, config: Config) -> None:
+        grown(x, into)
+
+    monkeypatch.setattr("tilesmith.engine.op.settings", lambda: types.SimpleNamespace(tune=True))
+    x = torch.ones(3)
+    op(x, x.view(3))
+    a, b = seen[-1]
+    assert a is b and a.data_ptr() != x.data_ptr() and (x == 2).all()
+    other = torch.zeros(4)
+    op(torch.ones(4), other)
+    assert seen[-1][0] is not seen[-1][1] and seen[-1][1].data_ptr() != other.data_ptr() and (other == 2).all()
 
 
 def test_a_kernel_hears_where_only_public_outputs_are_seen():

@@ -17,7 +17,7 @@ from tilesmith.distributed.layout import length
 from tilesmith.distributed.pieces import Overlap
 from tilesmith.distributed.schedule import HeadRange, Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Rows
-from tilesmith.distributed.tokens import add_runs, by_head, by_token, copy_runs
+from tilesmith.distributed.tokens import add_runs, copy_runs, landing
 from tilesmith.distributed.travel import Shards, Work, cut, of_part, post_back, through, to_begin
 from tilesmith.ops.attn.reference import out_like
 
@@ -96,10 +96,9 @@ def _gathered(
     into = {}
     for r, tensors in shards.items():
         (first, last), tokens = heads[r], work.schedule.tokens(r)
-        into[r] = [x.new_empty(tokens, x.shape[0], last - first, x.shape[3]) for x in tensors]
-    sent = {r: [by_token(x) for x in tensors] for r, tensors in shards.items()}
-    work.ring.wait(work.move(moves, sent, into, step))
-    return {r: [by_head(x) for x in tensors] for r, tensors in into.items()}
+        into[r] = [landing(x, tokens, last - first) for x in tensors]
+    work.ring.wait(work.move(moves, shards, into, step))
+    return into
 
 
 def _returned(
@@ -115,17 +114,15 @@ def _returned(
         padded = length(work.schedule.layout.ranges[r]) < work.schedule.layout.local
         found[r] = []
         for i, x in enumerate(mine):
-            shape = work.schedule.layout.local, x.shape[0], heads, x.shape[3]
             dtype = torch.float32 if several and x.dtype.itemsize < 4 else x.dtype
-            made = x.new_empty(shape, dtype=dtype)
+            made = landing(x, work.schedule.layout.local, heads, dtype)
             found[r].append(made.fill_(0.0 if several else fill[i]) if several or padded else made)
         for some, runs in moves.placed.get(r, ()):
-            places = [by_head(total[:, :, slice(*some)]) for total in found[r]]
+            places = [total[:, slice(*some)] for total in found[r]]
             if several:
-                add_runs(places, [by_head(x) for x in landed[r]], runs)
+                add_runs(places, landed[r], runs)
             else:
                 copy_runs(landed[r], None, places, runs)
-        found[r] = [by_head(total) for total in found[r]]
     return found
 
 

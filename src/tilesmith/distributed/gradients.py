@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from tilesmith.distributed.kernels import Terms
 from tilesmith.distributed.schedule import Moves, Stage
 from tilesmith.distributed.sums import NO_KEYS, Sum
-from tilesmith.distributed.tokens import by_head, run
+from tilesmith.distributed.tokens import run
 from tilesmith.distributed.travel import Shards, Work, cut, of_part, of_rank, post_back, through, to_begin
 
 Results = Mapping[int, Sequence[Tensor | None]]  # out, lse, dout and dlse of each rank
@@ -167,7 +167,7 @@ class _Part:
             for r, tensors in arrived.items():
                 runs = [n for low, high, at in moves.returning.get(r, ()) for n in (low, at, high - low)]
                 if runs:
-                    self.dkv[r].add_runs(list(map(by_head, tensors)), runs, last)
+                    self.dkv[r].add_runs(tensors, runs, last)
         self.returning.clear()
 
     def _finish(self, ranks: Sequence[int]) -> None:

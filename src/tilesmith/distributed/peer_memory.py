@@ -18,7 +18,7 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +29,15 @@ from torch import Tensor
 from tilesmith.distributed.comparison import shortened
 from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.schedule import Moves, Share, Transfer
-from tilesmith.distributed.signals import SLOTS, Signals, driver
+from tilesmith.distributed.signals import SLOTS, Event, Signals, driver
 from tilesmith.distributed.tokens import by_head, copy_runs
 from tilesmith.distributed.watch import UnderWay, Watch
-from tilesmith.engine.torch_private import symmetric_memory
+from tilesmith.engine.torch_private import current_device, raw_stream, symmetric_memory
 
 LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
 _ALIGNED = 256  # bytes: where tensors of an exchange begin
 _KEPT = 64  # exchanges whose places are kept
-Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor that is sent: its shape [T, B, heads, D]
+Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor that is sent: its shape [B, heads, T, D]
 Gather = Callable[[Any], list[Any]]  # all ranks' values of one object, by rank, over a channel of the hosts
 
 
@@ -45,7 +45,7 @@ Gather = Callable[[Any], list[Any]]  # all ranks' values of one object, by rank,
 class Arrival:
     """An exchange under way: what the reading stream waits for, and the tensors that are written until then."""
 
-    event: torch.cuda.Event
+    event: Event
     kept: Sequence[Tensor]
 
 
@@ -55,11 +55,11 @@ class CannotShare(RuntimeError):
 
 class _Places(NamedTuple):
     """Memory of an exchange in one slot. mine: what others read of this rank's tensors, share by share, each [B, heads,
-    T, D]. reads: of each rank that this one reads, its runs: (which tensor, first place in it, tokens, memory).
-    sources: these ranks."""
+    T, D]. reads: of each rank that this one reads, its runs: (which tensor, its first byte of that, the address where
+    it is read, bytes). sources: these ranks."""
 
     mine: Sequence[tuple[Share, Sequence[Tensor]]]
-    reads: Sequence[tuple[int, Sequence[tuple[int, int, int, Tensor]]]]
+    reads: Sequence[tuple[int, Sequence[tuple[int, int, int, int]]]]
     sources: tuple[int, ...]
 
 
@@ -72,13 +72,13 @@ class _Exchange:
 
     def __init__(self, moves: Moves, rank: int, kinds: Sequence[Kind]):
         self.moves, self.rank = moves, rank
-        self._kinds = [(shape[1:], dtype) for shape, dtype in kinds]
+        self._kinds = [((batch, heads, dim), dtype) for (batch, heads, _, dim), dtype in kinds]
         rows = [(batch * dim * dtype.itemsize, heads) for (batch, heads, dim), dtype in self._kinds]
         self._starts = {source: laid_out(moves, source, rows) for source in moves.spans}
         self.need = max((end for _, end in self._starts.values()), default=0)
         self.readers, self.span = moves.readers(rank), moves.spans.get(rank, (0, 0))
         shares = moves.shares.get(rank, ())
-        self.whole = len(shares) == 1 and shares[0].heads is None and self.span == (0, kinds[0][0][0])
+        self.whole = len(shares) == 1 and shares[0].heads is None and self.span == (0, kinds[0][0][2])
         self.places: dict[int, _Places] = {}
 
     def _shapes(self, source: int, share: Share) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -98,18 +98,32 @@ class _Exchange:
 
     def _runs(
         self, source: int, moves: Sequence[Transfer], slot: int, view: Callable[..., Tensor]
-    ) -> list[tuple[int, int, int, Tensor]]:  # fmt: skip
-        low, found = self.moves.spans[source][0], []
+    ) -> list[tuple[int, int, int, int]]:  # fmt: skip
+        (low, high), found = self.moves.spans[source], []
         for n, share in enumerate(self.moves.shares[source]):
             mine = [m for m in moves if share.reader is None or (share.reader, share.heads) == (self.rank, m.heads)]
             for i, memory in enumerate(self._memory(source, n, slot, view) if mine else ()):
-                found += [(i, m.to, m.tokens, memory[m.at - low : m.at - low + m.tokens]) for m in mine]
+                first, token = memory.data_ptr(), memory.nbytes // (high - low)
+                found += [(i, m.to * token, first + (m.at - low) * token, m.tokens * token) for m in mine if token]
         return found
 
     def _memory(self, source: int, i: int, slot: int, view: Callable[..., Tensor]) -> list[Tensor]:
         """A rank's i-th share, [T, B, heads, D]."""
         each = zip(self._starts[source][0][i], self._shapes(source, self.moves.shares[source][i]))
         return [view(source, slot, start, shape, dtype) for start, (shape, dtype) in each]
+
+
+def _on_its_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `PeerMemory` that is called with the tensors' device as the current one."""
+
+    @wraps(method)
+    def called(self: PeerMemory, *given: Any) -> Any:
+        if current_device() == self._index:
+            return method(self, *given)
+        with torch.cuda.device(self._device):
+            return method(self, *given)
+
+    return called
 
 
 class PeerMemory:
@@ -124,8 +138,8 @@ class PeerMemory:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._count = self._bytes = 0
         self._handle: Any = None
-        self._free: list[torch.cuda.Event | None] = [None] * SLOTS
-        self._writer: Any = None  # the stream that a slot is reserved for
+        self._free: list[Event | None] = [None] * SLOTS
+        self._writer: int | None = None  # the stream that a slot is reserved for
         self._under_way: dict[int, Arrival] = {}
         self._exchanges: dict[Any, _Exchange] = {}
         self._agree(lambda: _identity(device), "share", same=True)
@@ -145,14 +159,15 @@ class PeerMemory:
         """Which rank was lost in which step; empty if none."""
         return "" if self._watch is None else self._watch.broken
 
+    @_on_its_device
     def begin(
         self, moves: Moves, sent: Sequence[Tensor], into: Sequence[Tensor], step: str, timeout: float, gather: Gather
     ) -> Callable[[], Arrival] | None:  # fmt: skip
-        """Copy what others read of this rank's `sent` [T, B, heads, D], and give back what begins to move runs of
-        tokens between ranks, into its `into`, which may be of its own tensors, too. What the current stream is given
-        before that is called runs beside the transfers; no other exchange may begin before. None, on all ranks, where
-        an exchange is too large. timeout: seconds that this rank's GPU may wait for another one. Raises CannotShare
-        where memory is too small and cannot grow, RingError where a rank was lost."""
+        """Copy what others read of this rank's `sent` [B, heads, T, D], and give back what begins to move runs of
+        tokens between ranks, into its `into`, which is of `tokens.landing`; they may be of its own tensors, too. What
+        the current stream is given before that is called runs beside the transfers; no other exchange may begin before.
+        None, on all ranks, where an exchange is too large. timeout: seconds that this rank's GPU may wait for another
+        one. Raises CannotShare where memory is too small and cannot grow, RingError where a rank was lost."""
         if self._watch.broken:
             raise RingError(self._watch.broken)
         exchange = self._exchange(moves, kinds_of(sent))
@@ -162,47 +177,49 @@ class PeerMemory:
             self._gather = gather
             self._grow(1 << (exchange.need - 1).bit_length())
         self._count += 1
-        slot, here = self._count % SLOTS, torch.cuda.current_stream(self._index)
+        slot, here = self._count % SLOTS, self._here()
         self._take(slot, here)
         self._let_go(slot)
         places = exchange.placed(slot, self._view)
         if exchange.readers and sent[0].data_ptr() != places.mine[0][1][0].data_ptr():
             for share, memory in places.mine:
                 copy_runs(sent, share.heads, memory, share.runs)
-        return partial(self._moved, exchange, self._count, sent, into, here.record_event(), step, timeout)
+        return partial(self._moved, exchange, self._count, sent, into, self._signals.record(here), step, timeout)
 
+    @_on_its_device
     def _moved(
-        self, exchange: _Exchange, count: int, sent: Sequence[Tensor], into: Sequence[Tensor], begun: torch.cuda.Event,
-        step: str, timeout: float,
+        self, exchange: _Exchange, count: int, sent: Sequence[Tensor], into: Sequence[Tensor], begun: Event, step: str,
+        timeout: float,
     ) -> Arrival:  # fmt: skip
         """Give the side stream what an exchange does once `begun` has happened."""
         slot, turn = count % SLOTS, count & 0xFFFFFFFF
-        signals, side, readers = self._signals, self._signals.side, exchange.readers
-        places = exchange.placed(slot, self._view)
-        side.wait_event(begun)
-        with torch.cuda.stream(side):
-            for reader in readers:
-                signals.raise_for(reader, turn)
-            for source, runs in places.reads:
-                signals.wait_for(source, turn)
-                for i, to, tokens, there in runs:
-                    _copy(_run(into[i], to, to + tokens), there)
-                signals.tell_read(source, turn)
-            if places.sources:
-                signals.pass_gate(slot, turn)
-            arrival = Arrival(side.record_event(), tuple(into))
-            for reader in readers:
-                signals.wait_until_read(reader, turn)
-            done = self._free[slot] = side.record_event()
+        signals, readers = self._signals, exchange.readers
+        places, addresses = exchange.placed(slot, self._view), [x.data_ptr() for x in into]
+        copy, side = signals.driver.copy, signals.stream
+        begun.wait(side)
+        for reader in readers:
+            signals.raise_for(reader, turn)
+        for source, runs in places.reads:
+            signals.wait_for(source, turn)
+            for i, first, address, size in runs:
+                copy(side, addresses[i] + first, address, size)
+            signals.tell_read(source, turn)
+        if places.sources:
+            signals.pass_gate(slot, turn)
+        arrival = Arrival(signals.record(side), tuple(into))
+        for reader in readers:
+            signals.wait_until_read(reader, turn)
+        done = self._free[slot] = signals.record(side)
         self._under_way[slot] = arrival
-        memory = [(x.data_ptr(), x.nbytes) for x in into] if places.sources else ()
+        memory = [(address, x.nbytes) for address, x in zip(addresses, into)] if places.sources else ()
         self._watch.follow(
             UnderWay(turn, slot, step, timeout, begun, arrival.event, done, places.sources, readers, memory)
         )
         for heads, runs in exchange.moves.own_runs.get(self._rank, ()):
-            copy_runs(sent, heads, [by_head(x) for x in into], runs)
+            copy_runs(sent, heads, into, runs)
         return arrival
 
+    @_on_its_device
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
         """Memory [B, heads, T, D] from which others will read in the next exchange, if it is of these moves and kinds:
         what the current stream writes there until `begin` need not be copied. None where that exchange needs other
@@ -210,17 +227,22 @@ class PeerMemory:
         exchange = self._exchange(moves, kinds)
         if self.broken or exchange.need > self._bytes or not exchange.whole:
             return None
-        slot, here = (self._count + 1) % SLOTS, torch.cuda.current_stream(self._index)
+        slot, here = (self._count + 1) % SLOTS, self._here()
         self._take(slot, here)
         self._writer = here
         return exchange.placed(slot, self._view).mine[0][1]
 
-    def _take(self, slot: int, here: Any) -> None:
+    def _here(self) -> int:
+        """The current stream."""
+        self._signals.have_context()
+        return raw_stream(self._index)
+
+    def _take(self, slot: int, here: int) -> None:
         """Let a stream wait until a slot is its own: nobody reads it, and no other stream writes it."""
         if self._free[slot] is not None:
-            here.wait_event(self._free[slot])
+            self._free[slot].wait(here)
         if self._writer is not None and self._writer != here:  # of an exchange that never began
-            here.wait_event(self._writer.record_event())
+            self._signals.record(self._writer).wait(here)
         self._writer = None
 
     def _let_go(self, slot: int) -> None:
@@ -239,11 +261,13 @@ class PeerMemory:
         """Whether nothing is under way."""
         return self._watch is None or self._watch.idle
 
+    @_on_its_device
     def wait(self, arrival: Arrival) -> None:
         """Let the current stream wait for an exchange. Raises RingError where a rank was lost."""
         if self.broken:  # what arrives is kept: it is still written
             raise RingError(self.broken)
-        torch.cuda.current_stream(self._index).wait_event(arrival.event)
+        if self._memory is not None:  # else it was given back, when all had arrived
+            arrival.event.wait(self._here())
         for slot, one in list(self._under_way.items()):
             if one is arrival:
                 del self._under_way[slot]
@@ -347,23 +371,13 @@ def laid_out(moves: Moves, source: int, rows: Sequence[tuple[int, int]]) -> tupl
 
 
 def kinds_of(sent: Sequence[Tensor]) -> list[Kind]:
-    """Of tensors [T, B, heads, D]."""
+    """Of tensors [B, heads, T, D]."""
     return [(x.shape, x.dtype) for x in sent]
-
-
-def _copy(into: Tensor, x: Tensor) -> None:
-    """Behind what the current stream does."""
-    into.copy_(x)
 
 
 def _kept_until(stream: Any, x: Tensor) -> None:
     """Let memory be used for something else only behind what a stream does so far."""
     x.record_stream(stream)
-
-
-def _run(x: Tensor, low: int, high: int) -> Tensor:
-    """Rows from `low` to `high`."""
-    return x if high - low == x.shape[0] else x.narrow(0, low, high - low)
 
 
 def _identity(device: torch.device) -> str:

@@ -28,7 +28,7 @@ from tilesmith.engine.argument_checks import size as checked_size
 from tilesmith.engine.arguments import shown
 from tilesmith.engine.torch_private import sleep
 
-Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [T, B, heads, D]
+Tokens = Mapping[int, Sequence[Tensor]]  # of each rank, tensors [B, heads, T, D]
 log = logging.getLogger("tilesmith")
 
 
@@ -162,7 +162,7 @@ class ProcessGroupRing:
         """What begins to move tokens between ranks through symmetric memory, beside what the stream is given before it
         is called; None, on all ranks, where they cannot.
 
-        sent, into: of this rank, tensors [T, B, heads, D].
+        sent, into: of this rank, as `PeerMemory.begin` takes them.
         """
         mine, theirs = sent[self.rank], into[self.rank]
         if self.size == 1 or not moves.spans or self._through(mine[0].device) != SYMMETRIC:
@@ -199,7 +199,7 @@ class ProcessGroupRing:
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
         """Memory [B, heads, T, D] from which the next `begin` sends, if it is of these moves: what is written there by
-        then need not be copied. kinds: shape by token and dtype of what will be sent. None where it will be copied."""
+        then need not be copied. kinds: shape and dtype of what will be sent. None where it will be copied."""
         memory = self._peers.memory
         return None if memory is None else memory.reserve(moves, kinds)
 

@@ -15,7 +15,7 @@ from tilesmith.distributed.parts import HeadPart
 from tilesmith.distributed.pieces import Call
 from tilesmith.distributed.protocol import Parcel, Ring
 from tilesmith.distributed.schedule import Moves, Schedule, Stage, Transfer
-from tilesmith.distributed.tokens import by_head, by_token, run
+from tilesmith.distributed.tokens import by_token, landing, run
 
 Shards = Mapping[int, Sequence[Tensor]]  # tensors of each rank
 
@@ -37,7 +37,7 @@ class Work(NamedTuple):
     early: bool = False
 
     def move(self, moves: Moves, sent: Shards, into: Shards, step: str) -> Any:
-        """Begin to move tokens, when all ranks agree; sent, into: [T, B, heads, D].
+        """Begin to move tokens, when all ranks agree. sent, into: [B, heads, T, D], `into` of `tokens.landing`.
 
         Not before: what a rank of another shape or call receives or sends has another size or order, on which gloo
         closes the connection, and for which NCCL's kernels wait on the device, where nothing can call them back.
@@ -53,7 +53,8 @@ class Work(NamedTuple):
         begun = None if through_memory is None else through_memory(moves, sent, into, step)
         if begun is not None:
             return begun
-        posted = self.ring.post(parcels(self.ring, moves, sent, into), step)
+        each = ({r: [by_token(x) for x in tensors] for r, tensors in shards.items()} for shards in (sent, into))
+        posted = self.ring.post(parcels(self.ring, moves, *each), step)
         return lambda: posted
 
     def reserve(self, moves: Moves, rank: int, like: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor] | None:
@@ -62,8 +63,7 @@ class Work(NamedTuple):
         reserve = getattr(self.ring, "reserve", None)
         if reserve is None:
             return None
-        each = (x.shape for x in like)
-        return reserve(moves.back, [((tokens, batch, heads, dim), dtype) for batch, heads, tokens, dim in each])
+        return reserve(moves.back, [(x.shape, dtype) for x in like])
 
     @property
     def comparing(self) -> bool:
@@ -92,11 +92,10 @@ def parcels(ring: Ring, moves: Sequence[Transfer], sent: Shards, into: Shards) -
 
 def post_back(work: Work, moves: Moves, given: Shards, step: str) -> tuple[Any, Shards]:
     """Begin to send what ranks computed for others' tokens back to them; where it comes, one of the moves after the
-    other, [T, B, heads, D]."""
+    other, [B, heads, tokens, D]."""
     back = moves.back
-    sent = {r: [by_token(x) for x in tensors] for r, tensors in given.items()}
-    into = {r: [x.new_empty(back.landed.get(r, 0), *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
-    return work.move(back, sent, into, step), into
+    into = {r: [landing(x, back.landed.get(r, 0)) for x in tensors] for r, tensors in given.items()}
+    return work.move(back, given, into, step), into
 
 
 def through(
@@ -112,17 +111,15 @@ def through(
     """
     stages = stages or work.schedule.stages
     own = {r: tensors[1:3] for r, tensors in shards.items()}
-    sent = {r: [by_token(x) for x in tensors] for r, tensors in own.items()} if len(stages) > 1 else {}
     keys, pending = own, None
     for i, stage in enumerate(stages):
         if pending is not None:
             work.ring.wait(pending[0])
-            keys = {r: [by_head(x) for x in tensors] for r, tensors in pending[1].items()}
-            pending = None
+            keys, pending = pending[1], None
         following = stages[i + 1] if i + 1 < len(stages) else None
         step = f"{what}, step {i + 1} of {len(stages) - 1}" if following else ""
         late = i == 0 and work.early and work.comparing
-        begun = fetch(work, following, sent, step) if following and not late else None
+        begun = fetch(work, following, own, step) if following and not late else None
         if begun and i:  # what is computed of others' keys posts transfers of its own
             pending, begun = begun(), None  # which holds what is sent
         try:
@@ -130,15 +127,15 @@ def through(
         except BaseException:  # the other ranks' transfers end, and so do ours, before their memory is given up
             with contextlib.suppress(Exception):
                 if following:
-                    work.ring.wait((pending or (begun or fetch(work, following, sent, step))())[0])
+                    work.ring.wait((pending or (begun or fetch(work, following, own, step))())[0])
             raise
         if following and pending is None:
-            pending, begun = (begun or fetch(work, following, sent, step))(), None
+            pending, begun = (begun or fetch(work, following, own, step))(), None
 
 
 def fetch(work: Work, stage: Stage, sent: Shards, step: str) -> Callable[[], tuple[Any, dict[int, list[Tensor]]]]:
     """What begins to bring the keys of a stage, and gives back what to wait for and where they come."""
-    into = {r: [x.new_empty(stage.tokens[r], *x.shape[1:]) for x in tensors] for r, tensors in sent.items()}
+    into = {r: [landing(x, stage.tokens[r]) for x in tensors] for r, tensors in sent.items()}
     begun = work.begin(stage.transfers, sent, into, step)
     return lambda: (begun(), into)
 

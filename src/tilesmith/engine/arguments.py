@@ -10,7 +10,7 @@ import numbers
 import types
 import typing
 from collections import namedtuple
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -162,3 +162,13 @@ def shown(value: Any) -> str:
         return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     text = repr(value) if isinstance(value, bool | int | float | str | list | tuple | dict) else ""
     return f"{type(value).__name__} {text}" if 0 < len(text) <= 40 else type(value).__name__
+
+
+def with_copies(args: tuple, written: Sequence[int]) -> tuple:
+    """Arguments with copies of those at the places `written`; others that lie where one of them does are its copy."""
+    copies = {_place(args[i]): args[i].clone() for i in written if args[i] is not None}
+    return tuple(copies.get(_place(a), a) if isinstance(a, Tensor) else a for a in args)
+
+
+def _place(x: Tensor) -> tuple:
+    return x.data_ptr(), x.dtype, x.shape, x.stride()

@@ -16,7 +16,7 @@ from torch.library import infer_schema
 
 from tilesmith.engine import ahead, explanation, inductor, torch_private, tracing
 from tilesmith.engine import sharding as sharding_rules
-from tilesmith.engine.arguments import binder, checked
+from tilesmith.engine.arguments import binder, checked, with_copies
 from tilesmith.engine.autograd import Gradient, Way, has_tangents, no_forward_mode, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
 from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, parse_pin, pinned
@@ -29,6 +29,7 @@ from tilesmith.engine.replay import Ready, Replay
 from tilesmith.engine.signatures import doc_of_users, of_users, without_config
 from tilesmith.engine.tracing import always
 from tilesmith.hardware.detect import Arch
+from tilesmith.settings import settings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -345,7 +346,8 @@ class Op:
         _, fields = parse_pin(pin)
         if fields and configure is None:
             raise ValueError(f"{self.name} is pinned to {pin}, but that kernel has no configuration to choose from")
-        fn = kernel.fn if configure is None else configure.bind(args, fields)
+        tried = with_copies(args, self.written) if self.written and settings().tune else args  # tuning runs the kernel
+        fn = kernel.fn if configure is None else configure.bind(tried, fields)
         if kernel.backend == REFERENCE:
             fn = as_written(fn, device.type) if device.type != "meta" else self.fake  # there are no values to look at
 

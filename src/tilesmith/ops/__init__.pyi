@@ -138,11 +138,12 @@ def add_runs(
 ) -> None:
     """Add runs of tokens to two sums, such as gradients of keys and of values, and round what comes of it.
 
-    a, b [B, H, T, D]: the sums, which are not written; D may differ, also be 0 where there is one sum alone. more_a,
-    more_b [B, H, N, D]: what is added. into_a, into_b [B, H, T, D]: the sums with it. Each fp64, fp32, fp16 or bf16.
-    runs: (first token of more, first token of the sum, tokens) of each, one after another; runs that share tokens of
-    the sum are added in their order, each addition rounded to the sum's dtype. Raises ValueError or TypeError for what
-    does not fit, and for tensors that require a gradient.
+    a, b [B, H, T, D]: the sums; D may differ, also be 0 where there is one sum alone. more_a, more_b [B, H, N, D]: what
+    is added. into_a, into_b [B, H, T, D]: the sums with it; they may be a and b, of which then only tokens that a run
+    meets are read and written; else a and b are not written. Each fp64, fp32, fp16 or bf16. runs: (first token of
+    more, first token of the sum, tokens) of each, one after another; runs that share tokens of the sum are added in
+    their order, each addition rounded to the sum's dtype. Raises ValueError or TypeError for what does not fit, and for
+    tensors that require a gradient.
     """
 
 def attention_dequantize(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import Case, Op, cases, ops, use
+from tilesmith.engine.arguments import with_copies
 from tilesmith.engine.backends import REFERENCE, missing
 from tilesmith.validate.budget import Budget, compare
 
@@ -168,7 +169,7 @@ def outputs_and_gradients(op: Op, args: tuple) -> dict[str, Tensor]:
     """Public outputs of a call and the gradients of all arguments that ask for one, under fixed random cotangents."""
     leaves = {n: a for n, a in zip(op.parameters, args) if isinstance(a, Tensor) and a.requires_grad}
     if op.mutates:
-        args = tuple(a.clone() if n in op.mutates else a for n, a in zip(op.parameters, args))
+        args = with_copies(args, op.written)
     outs = each_output(op(*args))
     named = dict(zip(op.outputs, outs))
     named |= {f"{n} (written)": a for n, a in zip(op.parameters, args) if n in op.mutates}

@@ -121,5 +121,6 @@ add_runs = Op(
     outputs=(),
     check=_check_add,
     mutates=("into_a", "into_b"),
+    together=(("a", "into_a"), ("b", "into_b")),
     kernels={"triton": "tilesmith.ops.attn.triton.runs"},
 )

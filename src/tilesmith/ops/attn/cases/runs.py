@@ -30,9 +30,9 @@ def _copy(
 
 def _add(
     *shape: int, came: int, runs: Sequence[int], dim_b: int | None = None, init: str | Init = "normal",
-    layout: str = "contiguous", rounded: torch.dtype | None = torch.bfloat16,
+    layout: str = "contiguous", rounded: torch.dtype | None = torch.bfloat16, in_place: bool = False,
 ) -> dict:  # fmt: skip
-    """shape: of a. came: tokens of what is added; rounded: the dtype of what is written."""
+    """shape: of a. came: tokens of what is added; rounded: the dtype of what is written, unless that is a and b."""
     batch, heads, _, dim = shape
     dim_b = dim if dim_b is None else dim_b
     kind = {"grad": False, "layout": layout}
@@ -41,8 +41,8 @@ def _add(
         "b": T(*shape[:3], dim_b, init=init, **kind),
         "more_a": T(batch, heads, came, dim, grad=False, init=tokens_first),
         "more_b": T(batch, heads, came, dim_b, grad=False, init=tokens_first),
-        "into_a": T(*shape, dtype=rounded, **kind),
-        "into_b": T(*shape[:3], dim_b, dtype=rounded, **kind),
+        "into_a": T(*shape, dtype=rounded, columns_of="a" if in_place else None, **kind),
+        "into_b": T(*shape[:3], dim_b, dtype=rounded, columns_of="b" if in_place else None, **kind),
         "runs": list(runs),
     }
 
@@ -73,8 +73,20 @@ ADD = [
     Case("not_rounded", _add(1, 4, 20, 16, came=6, runs=(0, 3, 6), rounded=None), SMALL),
     Case("one_tensor", _add(2, 1, 20, 64, came=9, runs=(0, 11, 9), dim_b=0), SMALL),
     Case("strided", _add(1, 2, 20, 16, came=5, runs=(0, 1, 5), layout="strided"), SMALL),
+    Case("in_place", _add(2, 3, 50, 16, came=31, runs=(0, 5, 14, 20, 33, 11), in_place=True), SMALL),
+    Case(
+        "in_place_overlapping",
+        _add(1, 2, 150, 24, came=99, runs=(0, 30, 80, 79, 40, 20, 3, 20, 10, 5, 149, 1), dim_b=40, in_place=True),
+        SMALL,
+    ),
+    Case(
+        "in_place_tokens_first", _add(1, 4, 37, 16, came=37, runs=(0, 30, 7), init=tokens_first, in_place=True), SMALL
+    ),
+    Case("in_place_one_tensor", _add(2, 1, 20, 64, came=9, runs=(0, 11, 9), dim_b=0, in_place=True), SMALL),
+    Case("in_place_nothing_came", _add(1, 2, 20, 16, came=0, runs=(), in_place=True), SMALL),
     Case("nothing_came", _add(1, 2, 20, 16, came=0, runs=()), SMALL),
     Case("no_tokens", _add(1, 2, 0, 16, came=0, runs=(0, 0, 0)), SMALL),
+    Case("stage", _add(1, 16, 32768, 128, came=4096, runs=(0, 9000, 4096), in_place=True), UNCHECKED, (torch.float32,)),
     Case("last_stage", _add(1, 16, 8192, 128, came=4096, runs=(0, 0, 4096)), UNCHECKED, (torch.float32,)),
 ]
 
@@ -88,10 +100,13 @@ def _copied(a: Tensor, b: Tensor, runs: Sequence[int]) -> int:
 
 
 def _added(a: Tensor, b: Tensor, into_a: Tensor, into_b: Tensor, runs: Sequence[int]) -> int:
-    """The sums and what is added read once, the results written once."""
+    """The sums and what is added read once, the results written once; of sums that are written in place the tokens of
+    the runs."""
     line = a.shape[3] * a.element_size() + b.shape[3] * b.element_size()
-    whole = held(a, b, into_a, into_b)
-    return whole + a.shape[0] * a.shape[1] * sum(runs[2::3]) * line
+    added = a.shape[0] * a.shape[1] * sum(runs[2::3]) * line
+    if a.data_ptr() == into_a.data_ptr():
+        return 3 * added
+    return held(a, b, into_a, into_b) + added
 
 
 bytes_moved = {"add_runs": _added, "copy_runs": _copied}
