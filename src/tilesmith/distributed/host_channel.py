@@ -131,26 +131,28 @@ class Awaited:
 
 
 class Channel:
-    """The end of one rank of a group. processes: of all ranks. Used by one thread at a time."""
+    """The end of one rank of a group. processes: of all ranks. lost: what this rank has said as it gave up, empty
+    before. Used by one thread at a time."""
 
     def __init__(self, memory: mmap.mmap, rank: int, processes: Sequence[Process]):
         self._memory: mmap.mmap | None = memory
         self._processes, self._own = processes, rank * _AREA
         self._others = [r for r in range(len(processes)) if r != rank]
         self._count, self._open = 0, deque[Exchange]()
-        self._closed = ""
-        self.lost: int | None = None  # the rank for which this one waited in vain
+        self._closed = self.lost = ""
+        self._left = False
         _CHANNELS.add(self)
 
     def before(self) -> list[tuple[int, Awaited]]:
         """What is to be waited for before the next exchange begins, with its rank; usually nothing. Raises RuntimeError
         where this process has no channel any longer."""
-        overwritten = self._count + 1 - SLOTS
-        late = self._awaited(overwritten)
+        following = self._count + 1
+        overwritten = following - SLOTS
+        late = self._missing(overwritten) if self._open else []
         for peer in self._others:
-            taken = partial(self._has_taken, peer, overwritten)
-            if not taken():
-                late.append((peer, self._waiting(peer, taken, self._count + 1)))
+            if not self._has_taken(peer, overwritten):
+                there = partial(self._has_taken, peer, overwritten)
+                late.append((peer, self._waiting(peer, there, following)))
         return late
 
     def begin(self, message: bytes) -> Exchange:
@@ -164,19 +166,15 @@ class Channel:
     def awaited(self, exchange: Exchange) -> list[tuple[int, Awaited]]:
         """What is still to be waited for, with its rank, until an exchange has all messages. Raises RuntimeError where
         this process has no channel any longer."""
-        return self._awaited(exchange.number)
+        return self._missing(exchange.number)
 
-    def give_up(self, peer: int) -> None:
-        """This rank has waited for `peer` in vain, -1 if it is not known which, and takes part in nothing more. Others
-        hear of it that still wait for it."""
-        if self.lost is None:
-            self.lost = peer
-            self._leave(self._open[0].number if self._open else self._count + 1)
+    def give_up(self) -> None:
+        """Take part in nothing more, as a rank that has waited in vain; others hear of it that still wait for it."""
+        self._leave(self._open[0].number if self._open else self._count + 1)
 
     def close(self, why: str = "its process group has ended") -> None:
         """Give the memory back. Others that wait for this rank's next message hear of it."""
-        if self.lost is None:
-            self._leave(self._count + 1)
+        self._leave(self._count + 1)
         if self._memory is not None:
             self._memory.close()
             self.forget(why)
@@ -185,12 +183,10 @@ class Channel:
         """Have no memory any longer, and say why."""
         self._memory, self._closed = None, why
 
-    def _awaited(self, last: int) -> list[tuple[int, Awaited]]:
+    def _missing(self, last: int) -> list[tuple[int, Awaited]]:
         """What is still to be waited for of all exchanges up to one."""
-        if self._memory is None:
-            raise RuntimeError(self._closed)
         late = []
-        for exchange in list(self._open):
+        for exchange in tuple(self._open):
             if exchange.number > last:
                 break
             for peer in self._others:
@@ -237,7 +233,8 @@ class Channel:
         return "it has given up, or its process group has ended" if self._has_left(peer, number) else ""
 
     def _leave(self, number: int) -> None:
-        if self._memory is not None:
+        if self._memory is not None and not self._left:
+            self._left = True
             self._write(_LEFT, _record(number))
 
     def _write(self, at: int, record: bytes) -> None:

@@ -86,7 +86,8 @@ class ProcessGroupRing:
     then.
 
     Raises ValueError for a transport that the group cannot have, TypeError or ValueError for a timeout that is no
-    number above 0. Once a GPU has waited in vain through symmetric memory, each call of the group raises RingError.
+    number above 0. Once a rank of a host, or its GPU, has waited in vain for another, each call of the group raises
+    RingError.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class ProcessGroupRing:
             if peers.memory.idle:
                 peers.close()
             if peers.channel is not None:
-                peers.channel.give_up(-1)
+                peers.channel.give_up()
             raise RingError(peers.broken)
 
     def post(self, parcels: Sequence[Parcel], step: str) -> tuple[str, list[tuple[int, Any]], list[Tensor]]:
@@ -278,7 +279,7 @@ class ProcessGroupRing:
 
         def answer() -> None:
             told = arrived()
-            if all(raw == packed for raw in told.values()) and not refused(signature):
+            if all(map(packed.__eq__, told.values())) and not refused(signature):
                 return
             compare({r: json.loads(_unpacked(raw)) for r, raw in (told | {self.rank: packed}).items()}, step)
 
@@ -318,8 +319,8 @@ class ProcessGroupRing:
         return packed, wait
 
     def _await(self, channel: Channel, missing: Callable[[], list[tuple[int, Awaited]]], step: str) -> None:
-        if channel.lost is not None:
-            raise self._lost(step, channel.lost, "it was lost before")
+        if channel.lost:
+            raise RingError(channel.lost)
         try:
             late = missing()
         except RuntimeError as problem:
@@ -378,10 +379,13 @@ class ProcessGroupRing:
                 raise self._lost(step, peer, "it is late", time.monotonic() - began)
 
     def _lost(self, step: str, peer: int, problem: object, waited: float = 0.0) -> RingError:
-        limit, channel = self._limit, self._peers.channel
+        channel = self._peers.channel
         if channel is not None:
-            channel.give_up(peer)
-        return RingError(told(self._group(), self.rank, self.size, step, peer, problem, waited, limit))
+            channel.give_up()  # before the half second that finding out may take
+        said = told(self._group(), self.rank, self.size, step, peer, problem, waited, self._limit)
+        if channel is not None:
+            channel.lost = channel.lost or said
+        return RingError(said)
 
     def _side_channel(self) -> dist.ProcessGroup:
         if "gloo" in self._backend:
