@@ -1,12 +1,15 @@
 """What a call of `context_parallel_attention` costs the host beside its kernels and its transfers, on any machine.
 
-    python benchmarks/ring_host.py [--calls 1000] [--profile causal|packed|window|neighbour]
+    python benchmarks/ring_host.py [--calls 1000] [--profile causal|packed|window|neighbour] [--ranks 2]
 
 Rank 0 of two on a CPU, and rank 1 in `neighbour`, a window that reaches into the other rank's keys: tensors of a few
 elements, kernels that make results of the right shapes and compute nothing, a ring that compares and moves nothing.
 Calls of the ops that merge, copy and add are left out, 5 to 7 µs each. A row of JSON for each case: the least and the
 median microseconds of this thread's time, forward and backward; about 7 and 16 of the least are autograd's own. Other
 work on the machine adds to the medians.
+
+--ranks: instead, so many processes compare calls, as a causal one, over and over, by gloo and through memory of their
+host: rank 0's wall time to ask, to wait for the answer, and of both.
 """
 
 from __future__ import annotations
@@ -14,20 +17,27 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from common import say
 from torch import Tensor
 
 from tilesmith.bench.context_parallel_problems import Problem, documents_of
 from tilesmith.bench.one_rank import OneRank
-from tilesmith.distributed import context_parallel_attention, kernels, sums
+from tilesmith.distributed import ProcessGroupRing, context_parallel_attention, kernels, sums
+from tilesmith.distributed.comparison import Answer
+from tilesmith.distributed.signature import Facts, Signed
+from tilesmith.distributed.transport import peers_of
 
 CASES = {
     "causal": Problem("causal", 256, 2, 2, 2),
@@ -94,14 +104,46 @@ def measured(problem: Problem, rank: int, calls: int) -> dict[str, list[float]]:
         ended = time.thread_time()
         taken["forward"].append((between - began) * 1e6)
         taken["backward"].append((ended - between) * 1e6)
+    return least_and_median(taken)
+
+
+def least_and_median(taken: dict[str, list[float]]) -> dict[str, list[int]]:
+    """Of all but the first times."""
     return {name: [round(min(all_[5:])), round(statistics.median(all_[5:]))] for name, all_ in taken.items()}
+
+
+def compared(rank: int, ranks: int, store: str, apart: str, calls: int) -> None:
+    """A process whose comparisons are timed. apart: why ranks shall not share memory, empty if they shall."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    ring, facts = ProcessGroupRing(), Facts({f"argument {i}": "its value" for i in range(20)})  # as long as causal's
+    peers_of(ring.group).apart = apart
+    taken: dict[str, list[float]] = {"ask": [], "answer": [], "both": []}
+    for number in range(calls + 5):
+        began = time.perf_counter()
+        answer = Answer(ring, {rank: Signed("forward", number, facts)}, "forward")
+        between = time.perf_counter()
+        answer()
+        ended = time.perf_counter()
+        for name, seconds in zip(taken, (between - began, ended - between, ended - began)):
+            taken[name].append(seconds * 1e6)
+    if rank == 0:
+        say(json.dumps({"compared by": apart or "memory", "ranks": ranks, **least_and_median(taken)}))
+    dist.barrier()
+    os._exit(0)  # threads of gloo may want the interpreter as it ends
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--profile", choices=CASES)
+    parser.add_argument("--ranks", type=int)
     given = parser.parse_args()
+    for apart in ("gloo", "") if given.ranks else ():
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(compared, (given.ranks, f"{folder}/store", apart, given.calls), nprocs=given.ranks)
+    if given.ranks:
+        return
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # memory that nobody has written may hold some, which CPUs add slowly
     kernels.KERNELS["nothing"] = Nothing()
