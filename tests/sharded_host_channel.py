@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+import types
 
 import pytest
 import torch
@@ -98,12 +99,28 @@ def check_a_rank_that_gave_up(mesh):
         ring.agree({rank: {}}, "first")
         if rank == 0:
             assert "keys: rank 1 did not answer" in str(ring._lost("keys", 1, "as if"))
+        dist.barrier(mesh.get_group())
+        if rank == 0:
             with soon(), pytest.raises(RingError, match="keys: rank 1 did not answer"):
                 ring.agree({rank: {}}, "second")
         else:
             names = "rank 0 did not answer" if mesh.size() == 2 else "rank (0 gave up: in 'keys' of rank 0 rank )?1"
             with soon(), pytest.raises(RingError, match=f"second: {names}"):
                 ring.agree({rank: {}}, "second")
+
+
+def check_a_rank_whose_gpu_waited_in_vain(mesh):
+    """It raises what its GPU heard; the others need not wait for it."""
+    rank = mesh.get_rank()
+    with _group(mesh) as group:
+        ring = ProcessGroupRing(group)
+        ring.agree({rank: {}}, "first")
+        if rank == 0:
+            peers_of(group).memory = types.SimpleNamespace(broken="rank 1 was lost", idle=False)
+        told = "^rank 1 was lost" if rank == 0 else f"^rank {rank}: second: rank [01] "
+        with soon(), pytest.raises(RingError, match=told):
+            ring.agree({rank: {}}, "second")
+        peers_of(group).memory = None
 
 
 def check_a_forked_process(mesh):
@@ -113,11 +130,13 @@ def check_a_forked_process(mesh):
         ring.agree({ring.rank: {}}, "first")
         child = os.fork()
         if child == 0:
+            code = 1
             try:
                 ring.agree({ring.rank: {}}, "second")
             except RingError as problem:
-                os._exit(0 if f"rank {ring.rank}: second: this process was forked" in str(problem) else 2)
-            os._exit(1)
+                code = 0 if f"rank {ring.rank}: second: this process was forked" in str(problem) else 2
+            finally:
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         ring.agree({ring.rank: {}}, "second")
 
