@@ -1,6 +1,7 @@
 """What a call of `context_parallel_attention` costs the host beside its kernels and its transfers, on any machine.
 
     python benchmarks/ring_host.py [--calls 1000] [--memory] [--profile causal|packed|window|neighbour]
+        [--ranks 2]
 
 Rank 0 of two on a CPU, and rank 1 in `neighbour`, a window that reaches into the other rank's keys: tensors of a few
 elements, kernels that make results of the right shapes and compute nothing, a ring that compares and moves nothing.
@@ -8,6 +9,9 @@ Calls of the ops that merge, copy and add are left out, 5 to 7 µs each. With --
 GPUs that share memory, by streams and a driver that do nothing, and these ops do nothing once they are chosen. A row of
 JSON for each case: the least and the median microseconds of this thread's time, forward and backward; about 7 and 16 of
 the least are autograd's own. Other work on the machine adds to the medians.
+
+--ranks: instead, so many processes compare calls, as a causal one, over and over, by gloo and through memory of their
+host: rank 0's wall time to ask, to wait for the answer, and of both.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import contextlib
 import cProfile
 import ctypes
 import json
+import os
 import pstats
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,14 +32,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from common import say
 from torch import Tensor
 
 from tilesmith.bench.context_parallel_problems import Problem, documents_of
 from tilesmith.bench.one_rank import OneRank
 from tilesmith.distributed import ProcessGroupRing, context_parallel_attention, kernels, peer_memory, signals, sums
+from tilesmith.distributed.comparison import Answer
 from tilesmith.distributed.peer_memory import PeerMemory
-from tilesmith.distributed.transport import SYMMETRIC
+from tilesmith.distributed.signature import Facts, Signed
+from tilesmith.distributed.transport import SYMMETRIC, peers_of
 from tilesmith.engine import Op
 from tilesmith.engine.replay import Ready
 
@@ -177,7 +187,33 @@ def measured(problem: Problem, rank: int, calls: int, memory: bool) -> dict[str,
         ended = time.thread_time()
         taken["forward"].append((between - began) * 1e6)
         taken["backward"].append((ended - between) * 1e6)
+    return least_and_median(taken)
+
+
+def least_and_median(taken: dict[str, list[float]]) -> dict[str, list[int]]:
+    """Of all but the first times."""
     return {name: [round(min(all_[5:])), round(statistics.median(all_[5:]))] for name, all_ in taken.items()}
+
+
+def compared(rank: int, ranks: int, store: str, apart: str, calls: int) -> None:
+    """A process whose comparisons are timed. apart: why ranks shall not share memory, empty if they shall."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    ring, facts = ProcessGroupRing(), Facts({f"argument {i}": "its value" for i in range(20)})  # as long as causal's
+    peers_of(ring.group).apart = apart
+    taken: dict[str, list[float]] = {"ask": [], "answer": [], "both": []}
+    for number in range(calls + 5):
+        began = time.perf_counter()
+        answer = Answer(ring, {rank: Signed("forward", number, facts)}, "forward")
+        between = time.perf_counter()
+        answer()
+        ended = time.perf_counter()
+        for name, seconds in zip(taken, (between - began, ended - between, ended - began)):
+            taken[name].append(seconds * 1e6)
+    if rank == 0:
+        say(json.dumps({"compared by": apart or "memory", "ranks": ranks, **least_and_median(taken)}))
+    dist.barrier()
+    os._exit(0)  # threads of gloo may want the interpreter as it ends
 
 
 def main() -> None:
@@ -185,7 +221,13 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--profile", choices=CASES)
+    parser.add_argument("--ranks", type=int)
     given = parser.parse_args()
+    for apart in ("gloo", "") if given.ranks else ():
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(compared, (given.ranks, f"{folder}/store", apart, given.calls), nprocs=given.ranks)
+    if given.ranks:
+        return
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # memory that nobody has written may hold some, which CPUs add slowly
     kernels.KERNELS["nothing"] = Nothing()

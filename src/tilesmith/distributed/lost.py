@@ -1,8 +1,8 @@
 """Which rank failed first, where ranks of a group lose contact.
 
-A rank that gives up leaves the call, and gloo closes its connections. Ranks that wait for it then lose it in turn,
-though it is not the one that died. So each rank that gives up writes for which rank it waited into the group's store,
-which outlives the connections.
+A rank that gives up leaves the call: gloo closes its connections, and its host's channel says so. Ranks that wait for
+it then lose it in turn, though it is not the one that died. So each rank that gives up writes for which rank it waited
+into the group's store, which outlives the connections.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilesmith.distributed.comparison import shortened
+from tilesmith.distributed.agreement import CannotShare, Gather, agreed
 from tilesmith.distributed.lost import RingError, told
 from tilesmith.distributed.schedule import Moves, Share, Transfer
 from tilesmith.distributed.signals import SLOTS, Event, Signals, driver
@@ -38,7 +38,6 @@ LEAST, MOST = 1 << 24, 1 << 30  # bytes of a slot
 _ALIGNED = 256  # bytes: where tensors of an exchange begin
 _KEPT = 64  # exchanges whose places are kept
 Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor that is sent: its shape [B, heads, T, D]
-Gather = Callable[[Any], list[Any]]  # all ranks' values of one object, by rank, over a channel of the hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +46,6 @@ class Arrival:
 
     event: Event
     kept: Sequence[Tensor]
-
-
-class CannotShare(RuntimeError):
-    """Why ranks have no memory in common; raised on all of them."""
 
 
 class _Places(NamedTuple):
@@ -321,17 +316,9 @@ class PeerMemory:
 
     def _agree(self, make: Callable[[], Any], what: str, same: bool = False) -> Any:
         """What `make` makes, if it does on all ranks; same: and is the same on all."""
-        made, why = None, ""
-        try:
-            made = make()
-        except Exception as problem:  # whatever the driver or PyTorch says
-            why = shortened(f"{type(problem).__name__}: {problem}")
-        each = self._gather((why, made if same else None))
-        failed = [f"rank {rank} cannot {what}: {said}" for rank, (said, _) in enumerate(each) if said]
-        if not failed and same and len({value for _, value in each}) > 1:
-            failed = ["ranks are on several hosts"]
-        if failed:
-            raise CannotShare("; ".join(failed))
+        made, each = agreed(self._gather, make, what, told=lambda made: made if same else None)
+        if len(set(each)) > 1:
+            raise CannotShare("ranks are on several hosts")
         return made
 
     def _exchange(self, moves: Moves, kinds: Sequence[Kind]) -> _Exchange:

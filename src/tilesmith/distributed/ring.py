@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tilesmith.distributed import host_channel
+from tilesmith.distributed.agreement import CannotShare
 from tilesmith.distributed.comparison import compare, nothing, refusal, refused
+from tilesmith.distributed.host_channel import ROOM, Awaited, Channel
 from tilesmith.distributed.lost import RingError, told
-from tilesmith.distributed.peer_memory import Arrival, CannotShare, Kind, PeerMemory
+from tilesmith.distributed.peer_memory import Arrival, Kind, PeerMemory
 from tilesmith.distributed.protocol import Parcel
 from tilesmith.distributed.schedule import Moves
 from tilesmith.distributed.signature import Signature, Signed
@@ -78,11 +81,13 @@ class ProcessGroupRing:
     the first exchange finds out; the choice and its reason are logged at INFO. head_start: microseconds for which
     kernels on a GPU wait after NCCL's transfers are posted, so that these find multiprocessors before attention takes
     them all.
-    Signatures are compared through the CPU: over the group itself if it is gloo's, else over a gloo group of the same
-    ranks that is made at the first comparison.
+    Signatures are compared through the CPU: through memory where all ranks are processes of one host, which the first
+    comparison finds out; else over the group itself if it is gloo's, or a gloo group of the same ranks that is made
+    then.
 
     Raises ValueError for a transport that the group cannot have, TypeError or ValueError for a timeout that is no
-    number above 0. Once a GPU has waited in vain through symmetric memory, each call of the group raises RingError.
+    number above 0. Once a rank of a host, or its GPU, has waited in vain for another, each call of the group raises
+    RingError.
     """
 
     def __init__(
@@ -194,7 +199,7 @@ class ProcessGroupRing:
             raise self._named(problem, step) from problem
 
     def _named(self, problem: RuntimeError, step: str) -> RingError:
-        """A problem of CUDA, by rank and step."""
+        """A problem of this process, by rank and step."""
         return RingError(f"rank {self.rank}: {step}: {problem}")
 
     def reserve(self, moves: Moves, kinds: Sequence[Kind]) -> Sequence[Tensor] | None:
@@ -212,7 +217,9 @@ class ProcessGroupRing:
 
     def gathered(self, value: Any, step: str) -> list[Any]:
         """All ranks' values of one object that JSON can hold, by rank. Raises RingError naming a rank without one."""
-        packed, arrived = self._exchanged(json.dumps(value).encode(), step)
+        return self._each(*self._exchanged(json.dumps(value).encode(), step))
+
+    def _each(self, packed: bytes, arrived: Callable[[], dict[int, bytes]]) -> list[Any]:
         return [json.loads(_unpacked(raw)) for _, raw in sorted((arrived() | {self.rank: packed}).items())]
 
     def _gathered(self, value: Any) -> list[Any]:
@@ -224,6 +231,8 @@ class ProcessGroupRing:
         if peers.broken:
             if peers.memory.idle:
                 peers.close()
+            if peers.channel is not None:
+                peers.channel.give_up()
             raise RingError(peers.broken)
 
     def post(self, parcels: Sequence[Parcel], step: str) -> tuple[str, list[tuple[int, Any]], list[Tensor]]:
@@ -270,7 +279,7 @@ class ProcessGroupRing:
 
         def answer() -> None:
             told = arrived()
-            if all(raw == packed for raw in told.values()) and not refused(signature):
+            if all(map(packed.__eq__, told.values())) and not refused(signature):
                 return
             compare({r: json.loads(_unpacked(raw)) for r, raw in (told | {self.rank: packed}).items()}, step)
 
@@ -278,12 +287,51 @@ class ProcessGroupRing:
 
     def _exchanged(self, mine: bytes, step: str) -> tuple[bytes, Callable[[], dict[int, bytes]]]:
         """Begin to send a message to each other rank; it as it is sent, and what waits for theirs, by rank."""
-        side = self._side_channel()
-        if len(mine) > _ROOM - 4:
-            raise ValueError(f"rank {self.rank}: {step}: a message of {len(mine)} bytes does not fit {_ROOM - 4}")
-        packed = (len(mine).to_bytes(4, "little") + mine).ljust(_ROOM, b"\0")
+        packed = _packed(mine)
+        if len(packed) > ROOM:
+            raise ValueError(f"rank {self.rank}: {step}: a message of {len(mine)} bytes does not fit {ROOM - 4}")
+        peers = self._peers
+        if peers.channel is None and not peers.apart:
+            self._open_channel(step)
+        return self._by_gloo(packed, step) if peers.channel is None else self._by_memory(peers.channel, packed, step)
+
+    def _open_channel(self, step: str) -> None:
+        """Find out, with all ranks, whether they are processes of one host, which need not talk by gloo."""
+        gather = lambda value: self._each(*self._by_gloo(_packed(json.dumps(value).encode()), step))  # noqa: E731
+        try:
+            self._peers.channel = host_channel.opened(gather, self.rank, self.size)
+            how = "memory of their host"
+        except CannotShare as problem:
+            self._peers.apart = str(problem)
+            how = f"gloo: {problem}"
+        log.info("rank %d: ranks compare calls through %s", self.rank, how)
+
+    def _by_memory(
+        self, channel: Channel, packed: bytes, step: str
+    ) -> tuple[bytes, Callable[[], dict[int, bytes]]]:  # fmt: skip
+        self._await(channel, channel.before, step)
+        exchange = channel.begin(packed)
+
+        def wait() -> dict[int, bytes]:
+            self._await(channel, partial(channel.awaited, exchange), step)
+            return exchange.found
+
+        return packed, wait
+
+    def _await(self, channel: Channel, missing: Callable[[], list[tuple[int, Awaited]]], step: str) -> None:
+        if channel.lost:
+            raise RingError(channel.lost)
+        try:
+            late = missing()
+        except RuntimeError as problem:
+            raise self._named(problem, step) from problem
+        if late:
+            self._finish(late, step, timed=True)
+
+    def _by_gloo(self, packed: bytes, step: str) -> tuple[bytes, Callable[[], dict[int, bytes]]]:
+        side, packed = self._side_channel(), packed.ljust(ROOM, b"\0")
         sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        arrived = {r: torch.empty(_ROOM, dtype=torch.uint8) for r in range(self.size) if r != self.rank}
+        arrived = {r: torch.empty(ROOM, dtype=torch.uint8) for r in range(self.size) if r != self.rank}
         works = []
         for r, x in arrived.items():
             try:  # without the checks of dist.irecv and dist.isend, which take as long as a message
@@ -331,8 +379,13 @@ class ProcessGroupRing:
                 raise self._lost(step, peer, "it is late", time.monotonic() - began)
 
     def _lost(self, step: str, peer: int, problem: object, waited: float = 0.0) -> RingError:
-        limit = self._limit
-        return RingError(told(self._group(), self.rank, self.size, step, peer, problem, waited, limit))
+        channel = self._peers.channel
+        if channel is not None:
+            channel.give_up()  # before the half second that finding out may take
+        said = told(self._group(), self.rank, self.size, step, peer, problem, waited, self._limit)
+        if channel is not None:
+            channel.lost = channel.lost or said
+        return RingError(said)
 
     def _side_channel(self) -> dist.ProcessGroup:
         if "gloo" in self._backend:
@@ -365,12 +418,15 @@ def process_group(of: str, group: Any) -> dist.ProcessGroup:
     return group
 
 
+def _packed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "little") + message
+
+
 def _unpacked(raw: bytes) -> bytes:
     return raw[4 : 4 + int.from_bytes(raw[:4], "little")]
 
 
 _GPU = torch.device("cuda")
-_ROOM = 2048  # bytes of a signature on its way
 _TAG = 7919
 _LEAST = 0.001  # seconds for what may have come already; gloo takes 0 for no limit
 _CYCLES = 1800  # of a GPU in a microsecond, about

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from tilesmith.distributed.host_channel import Channel
 from tilesmith.distributed.peer_memory import MOST, PeerMemory
 from tilesmith.distributed.signals import SLOTS
 from tilesmith.engine.argument_checks import choice
@@ -37,12 +38,14 @@ class Transport:
 class Peers:
     """Memory that the ranks of a group share; one in each process, whichever rings use it.
 
-    refused: why ranks cannot share memory, as they have found.
+    refused: why ranks cannot share memory of GPUs, as they have found. channel: by which the hosts' processes talk;
+    apart: why they cannot, as they have found.
     """
 
     def __init__(self) -> None:
         self.memory: PeerMemory | None = None
-        self.refused = ""
+        self.channel: Channel | None = None
+        self.refused = self.apart = ""
 
     @property
     def broken(self) -> str:
@@ -50,12 +53,18 @@ class Peers:
         return "" if self.memory is None else self.memory.broken
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory of GPUs back."""
         memory = self.memory
         if memory is not None:
             memory.close()
             if not memory.broken:
                 self.memory = None
+
+    def end(self) -> None:
+        """Give all memory back."""
+        if self.channel is not None:
+            self.channel.close()
+        self.close()
 
 
 _PEERS: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
@@ -67,7 +76,7 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
     if found is None:
         found = _PEERS[group] = Peers()
         # at the end of the process nothing may wait for ranks that are gone
-        weakref.finalize(group, found.close).atexit = False
+        weakref.finalize(group, found.end).atexit = False
     return found
 
 
