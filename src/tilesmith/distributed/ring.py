@@ -297,14 +297,16 @@ class ProcessGroupRing:
 
     def _open_channel(self, step: str) -> None:
         """Find out, with all ranks, whether they are processes of one host, which need not talk by gloo."""
-        gather = lambda value: self._each(*self._by_gloo(_packed(json.dumps(value).encode()), step))  # noqa: E731
         try:
-            self._peers.channel = host_channel.opened(gather, self.rank, self.size)
+            self._peers.channel = host_channel.opened(partial(self._gathered_by_gloo, step), self.rank, self.size)
             how = "memory of their host"
         except CannotShare as problem:
             self._peers.apart = str(problem)
             how = f"gloo: {problem}"
         log.info("rank %d: ranks compare calls through %s", self.rank, how)
+
+    def _gathered_by_gloo(self, step: str, value: Any) -> list[Any]:
+        return self._each(*self._by_gloo(_packed(json.dumps(value).encode()), step))
 
     def _by_memory(
         self, channel: Channel, packed: bytes, step: str
