@@ -307,6 +307,25 @@ def test_a_group_is_divided_where_its_longest_tile_would_run_alone():
     assert any(7 % parts(heads, 7, steps, 132, 0.01) for heads in range(1, 60)), "a prime has uneven parts"
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "us"),
+    [
+        (1, 6256, 32, 2, {1: 2937, 2: 1597, 3: 1492, 4: 1364, 6: 1367, 8: 1315, 16: 1317}),
+        (1, 12000, 32, 2, {1: 6692, 2: 5246, 4: 4701, 8: 4660, 16: 4785}),
+        (1, 4096, 28, 4, {1: 886, 2: 563, 3: 559, 4: 528, 7: 573}),
+        (1, 2000, 28, 4, {2: 288, 3: 233, 4: 176, 7: 185}),
+        (2, 4096, 28, 4, {1: 970, 2: 1057, 4: 1012, 7: 1027}),
+        (1, 11000, 28, 4, {1: 3595, 2: 3520, 3: 3377, 4: 3283, 7: 3394}),
+        (1, 6256, 32, 8, {1: 1356, 2: 1322, 4: 1320}),
+    ],
+)  # fmt: skip
+def test_parts_of_a_group_are_near_the_best_that_were_measured(batch, tokens, heads, kv_heads, us):
+    """us: gradients by parts on an H200, causal, head dim 128 (`docs/log/hopper-attention.md`)."""
+    shape = Shape(batch, heads, kv_heads, tokens, tokens, 128, 128, 2, 2, causal=True, window_right=0)
+    main = backward(shape, group_parts=0).step("attention_dkv_kernel")
+    assert us[main.constants.get("GROUP_PARTS", 1)] <= 1.03 * min(us.values())
+
+
 def test_a_prime_group_is_divided_as_its_neighbours_are():
     """Falcon-7B: 71 query heads on one kv head, of which one tile of keys walks all or, before, one."""
     plans = {

@@ -261,13 +261,18 @@ def tile_heads_of(times: dict[int, float]) -> int:
 
 
 LAUNCH = 2.0  # what one more launch costs, in steps
+# The time of a woven step in parts of two sizes beside that in parts of one: the walk divides by both. On an H200 at
+# head dim 128 parts of 4 and 3 query heads took 1.04 to 1.08, of 3 and 2 1.00 to 1.09, of 6 and 5 1.11; of 2 and 1, which
+# divide for nothing, 1.00.
+UNEVEN = 1.05
 BALANCE = 140  # operations of a backward in the time in which the device's memory moves a byte
 
 
 @functools.lru_cache(maxsize=1024)
 def group_parts_of(
-    heads: int, group: int, steps: tuple[int, ...], ctas: int, traffic: float, kept: float = math.inf
-) -> int:
+    heads: int, group: int, steps: tuple[int, ...], ctas: int, traffic: float, kept: float = math.inf,
+    woven: bool = False,
+) -> int:  # fmt: skip
     """Into how many parts (`part_sizes`) the query heads that share keys are divided, each with tiles of keys of its
     own: the fewest whose predicted time is within 2 % of the shortest.
 
@@ -277,7 +282,7 @@ def group_parts_of(
 
     heads: kv heads of all batch rows. group: query heads of one. steps: of a kv head's tiles, for each query head, in
     the order in which they are taken. traffic: what writing and reading one part's dk and dv takes all CTAs, in steps.
-    kept: see `read_share`.
+    kept: see `read_share`. woven: whether tiles meet a block of queries of all their heads before the next block.
     """
     share = read_share(1, steps, ctas)
     times: dict[int, float] = {}
@@ -290,7 +295,7 @@ def group_parts_of(
             break
         section, members = max(1, ctas // len(steps)), part_sizes(group, parts)
         spans = _section_times(section, heads * parts, steps, ctas, members, kept)
-        times[parts] = min(spans.values()) + added
+        times[parts] = min(spans.values()) * (UNEVEN if woven and group % parts and members[0] > 2 else 1) + added
         found = next(n for n, time in times.items() if time <= NEAR * min(times.values()))
     return found
 

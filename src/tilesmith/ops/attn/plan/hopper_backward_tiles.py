@@ -257,7 +257,8 @@ def group_parts(s: Shape, b: Blocks, arch: Any, config: HopperVjpConfig) -> int:
     if not is_modelled(s, b):
         return 1
     traffic, kept = _part_traffic(s, b.block_m, b.block_n, arch), kept_steps(s, b, arch)
-    return group_parts_of(s.batch * s.kv_heads, s.group, tuple(tile_steps(s, b)), arch.sms, traffic, kept)
+    rows, woven = s.batch * s.kv_heads, is_woven(s, b)
+    return group_parts_of(rows, s.group, tuple(tile_steps(s, b)), arch.sms, traffic, kept, woven)
 
 
 def members_of(s: Shape, parts: int) -> tuple[int, ...]:
