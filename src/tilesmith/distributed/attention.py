@@ -73,11 +73,13 @@ def context_parallel_attention(
     `Ring` has its own.
 
     Gradients are those of the ranks' own tokens; what every rank holds, such as sinks, gets its share, and the sum over
-    ranks is the whole. Partial results are merged, and gradients added, in fp32. Keys travel with as many heads as k
-    has, and only those that some query of the receiver sees. All ranks make the same calls, and run their backward in
-    the same order. Raises ValueError or TypeError for what does not fit together, on every rank, also where one rank's
-    arguments do not or where ranks disagree about shapes, dtypes, modes, numbers or the order; `RingError` naming rank
-    and step where a rank dies or stalls. Sources: Liu et al., "Ring Attention with Blockwise Transformers", 2023;
+    ranks is the whole. Partial results are merged, and gradients added, in fp32; where at most a quarter of a rank's
+    tokens have gradients from elsewhere too, as under a window, what it computes itself is rounded before. Keys travel
+    with as many heads as k has, and only those that some query of the receiver sees. All ranks make the same calls, and
+    run their backward in the same order. Raises ValueError or TypeError for what does not fit together, on every rank,
+    also where one rank's arguments do not or where ranks disagree about shapes, dtypes, modes, numbers or the order;
+    `RingError` naming rank and step where a rank dies or stalls. Sources: Liu et al., "Ring Attention with Blockwise
+    Transformers", 2023;
     Jacobs et al., "DeepSpeed Ulysses", 2023; Fang and Zhao, "USP: A Unified Sequence Parallelism Approach", 2024.
     """
     ring = ring_of(group, timeout)

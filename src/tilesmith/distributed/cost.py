@@ -13,7 +13,7 @@ from tilesmith.distributed import parts
 from tilesmith.distributed.layout import Layout
 from tilesmith.distributed.parts import Heads, Holding, Split, Splits
 from tilesmith.distributed.pieces import TILE, Call, Sight
-from tilesmith.distributed.schedule import Schedule, schedule
+from tilesmith.distributed.schedule import Schedule, Stage, schedule
 from tilesmith.hardware.detect import arch_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Machine:
     ramp: float
     bandwidth: float
     memory: int = 0
-    host: float = 1e-4
+    host: float = 3e-5
     node: int = 8
     link: Link = field(default=Link(1.5e-5, 3.4e11))
     network: Link = field(default=Link(3e-5, 4.2e10))
@@ -317,6 +317,7 @@ def _rank_times(
                 merging = _merging(problem, machine, stage.calls[rank], q_heads, split)
                 work += merging if i == 0 else 1.5 * merging
             passes[i] += max(work, coming)
+        passes[i] += sum(_copied(machine, stage, rank, keys, gradients if i else 0) for stage in stages)
         received += sum(n for _, n in arriving)
         if i == 1:
             leaving = [_travel(machine, stage.transfers, rank, gradients, split) for stage in plan.stages]
@@ -371,6 +372,20 @@ def _compute(problem: Problem, machine: Machine, calls: Sequence[Call], heads: i
     seen = sum(call.pairs / call.rows + call.pairs / call.keys for call in calls) / 2
     tiles = row * TILE * seen * machine.multiprocessors
     return (flops + TAIL * tiles * split.parts) / machine.rate + machine.ramp * len(calls) * split.parts
+
+
+def _copied(machine: Machine, stage: Stage, rank: int, keys: int, gradients: int) -> float:
+    """Seconds in which a rank copies its keys to where others read them, in one call; of a backward also what it
+    computed for others' keys, in another, and adds what comes back of its own. keys, gradients: bytes of a token's keys
+    and values, and of what is computed for them; 0 in a forward."""
+    moves = stage.transfers
+    lent, came = moves.lent.get(rank, 0), moves.landed.get(rank, 0)
+    low, high = moves.spans.get(rank, (0, 0))
+    moved, calls = 2 * (high - low) * keys, int(lent > 0)
+    if gradients:
+        moved += (2 * came + 3 * lent) * gradients
+        calls += (came > 0) + (lent > 0)
+    return moved / machine.bandwidth + calls * machine.ramp
 
 
 def _merging(problem: Problem, machine: Machine, calls: Sequence[Call], heads: int, split: Split) -> float:

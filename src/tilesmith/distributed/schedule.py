@@ -144,6 +144,15 @@ class Moves(tuple[Transfer, ...]):
         return {source: _by_heads(runs) for source, runs in found.items()}
 
     @cached_property
+    def lent(self) -> dict[int, int]:
+        """How many tokens other ranks get of each, together."""
+        found: dict[int, int] = {}
+        for move in self:
+            if move.source != move.target:
+                found[move.source] = found.get(move.source, 0) + move.tokens
+        return found
+
+    @cached_property
     def landed(self) -> dict[int, int]:
         """How many tokens come to each rank."""
         found: dict[int, int] = {}

@@ -262,8 +262,8 @@ def tile_heads_of(times: dict[int, float]) -> int:
 
 LAUNCH = 2.0  # what one more launch costs, in steps
 # The time of a woven step in parts of two sizes beside that in parts of one: the walk divides by both. On an H200 at
-# head dim 128 parts of 4 and 3 query heads took 1.04 to 1.08, of 3 and 2 1.00 to 1.09, of 6 and 5 1.11; of 2 and 1, which
-# divide for nothing, 1.00.
+# head dim 128 parts of 4 and 3 query heads took 1.04 to 1.08, of 3 and 2 1.00 to 1.09, of 6 and 5 1.11, and of 2 and 1,
+# by which it divides for nothing, 1.00.
 UNEVEN = 1.05
 BALANCE = 140  # operations of a backward in the time in which the device's memory moves a byte
 
