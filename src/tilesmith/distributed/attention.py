@@ -79,8 +79,8 @@ def context_parallel_attention(
     run their backward in the same order. Raises ValueError or TypeError for what does not fit together, on every rank,
     also where one rank's arguments do not or where ranks disagree about shapes, dtypes, modes, numbers or the order;
     `RingError` naming rank and step where a rank dies or stalls. Sources: Liu et al., "Ring Attention with Blockwise
-    Transformers", 2023;
-    Jacobs et al., "DeepSpeed Ulysses", 2023; Fang and Zhao, "USP: A Unified Sequence Parallelism Approach", 2024.
+    Transformers", 2023; Jacobs et al., "DeepSpeed Ulysses", 2023; Fang and Zhao, "USP: A Unified Sequence Parallelism
+    Approach", 2024.
     """
     ring = ring_of(group, timeout)
     counted, step = getattr(ring, "group", ring), f"{NAME}, forward"
