@@ -31,6 +31,7 @@ from tilesmith.ops.attn.plan.shape import rest_columns, shape_of
 from tilesmith.ops.attn.plan.tables import FORWARD_TILES
 
 PADDED = HopperConfig(2, 128, 2, v_stages=3)
+SHARED = HopperConfig(3, 128, 2)  # powers meet values from shared memory; not among the tiles that are chosen
 CHOSEN = HopperConfig(0, 0, 0)
 
 
@@ -100,6 +101,8 @@ class Forward(Study):
     def candidates(self, call: Call) -> dict[str, HopperConfig]:
         tiles = FORWARD_TILES[72 if 64 < call.dim <= 72 else 64 + rest_columns(call.dim)]
         found = {f"{64 * t.consumers} x {t.block_n}": t for t in tiles}
+        if 80 < call.dim <= 96:
+            found["192 x 128"] = SHARED
         return found | ({"padded": PADDED} if call.dim > 64 else {})
 
     def inputs(self, call: Call, device: str) -> Tensors:

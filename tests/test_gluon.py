@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 
 from tilesmith.device.gluon import shim
 from tilesmith.ops.attn.cases.attention import attend
+from tilesmith.ops.attn.plan import hopper_forward
+from tilesmith.ops.attn.plan.configs import HopperConfig
 from tilesmith.validate.gluon import Deadlock, check, computed, interpreted
 
 
@@ -62,6 +64,20 @@ def test_kernels_are_right_in_a_drawn_order(name, backend, case, sms):
     result, ran = check(ops()[name], backend, case, dtype, seed=len(case.name), arch=arch)
     assert result.passed, result.message
     assert ran, "the kernels refuse it"
+
+
+@pytest.mark.parametrize(("tokens", "dim", "causal"), [(260, 96, True), (256, 88, True), (200, 96, False)])
+def test_powers_in_shared_memory_are_those_of_their_block(tokens, dim, causal, monkeypatch):
+    """A product reads a block's powers where the next block's take their place."""
+    monkeypatch.setattr(hopper_forward, "_chosen_tiles", lambda *_: (HopperConfig(3, 128, 2), ""))
+    hopper_forward.hopper_forward.cache_clear()
+    try:
+        case = Case("", attend(1, 1, 1, tokens, tokens, dim, causal=causal), {"test"})
+        result, ran = check(ops()["attention"], "hopper", case, torch.bfloat16, seed=tokens)
+    finally:
+        hopper_forward.hopper_forward.cache_clear()
+    assert result.passed, result.message
+    assert "attention_fwd_kernel" in ran
 
 
 def _gradients(deterministic, seed):

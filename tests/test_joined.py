@@ -46,6 +46,21 @@ def test_values_of_65_to_96_columns_are_joined(dim, value_dim, found):
     assert any("v_rest_desc" in step.tensors for step in plan.steps) == (value_dim == 88)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [88, 96])
+def test_powers_go_where_registers_cannot_hold_them(dim, causal):
+    """192 queries by 128 keys and 96 columns; none of the tiles that are chosen so far."""
+    config, s = HopperConfig(3, 128, 2), _shape(dim, causal=causal)
+    plan = hopper_forward(s, SM90, config)
+    (constants,) = _constants(plan)
+    assert constants["P_SHARED"] and "V_PART" not in constants
+    assert plan.steps[0].shared_memory <= smem.HOPPER and "powers meet them from shared memory" in str(plan)
+    for other, kind in ((s, (2, 128)), (s, (3, 64)), (_shape(80, causal=causal), (3, 128))):
+        for step in _constants(hopper_forward(other, SM90, HopperConfig(*kind, 2))):
+            assert "P_SHARED" not in step
+    assert all("P_SHARED" not in step for step in _constants(hopper_forward(s, SM90, OPEN)))
+
+
 @pytest.mark.parametrize("dim", [72, 80, 96])
 @pytest.mark.parametrize("fp32", [False, True])
 def test_values_are_the_largest_allocation_in_all_tiles(dim, fp32):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
-from tilesmith.ops.attn.plan.joined import joined_values, joins, key_parts, value_parts, why_apart
+from tilesmith.ops.attn.plan.joined import joined_values, joins, key_parts, powers_shared, value_parts, why_apart
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
@@ -361,6 +361,7 @@ class _Call(NamedTuple):
         rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
         joined = joined_values(s, config)
         rests |= {"V_PART": joined.part, "V_COLS": joined.columns} if joined.part else {}
+        rests |= {"P_SHARED": True} if powers_shared(s, config) else {}
         return {
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
             "BN": config.block_n, "D": wide, "DV": value_wide, "CONSUMERS": config.consumers,
@@ -437,7 +438,7 @@ def _tile_reasons(s: Shape, steps: list[Step], config: HopperConfig) -> list[str
     if "V_COLS" in main.constants:
         reasons.append(f"values of {main.constants['V_COLS']} columns as one product a step of 16 keys")
     elif "V_REST" in main.constants:
-        reasons.append("values as two products a step of 16 keys: " + why_apart(s.value_dim))
+        reasons.append("values as two products a step of 16 keys: " + why_apart(s, config))
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
     return reasons

@@ -50,8 +50,19 @@ def joins(value_dim: int) -> bool:
     return rest_columns(value_dim) > 0 and not _measured_slower(value_dim) and _place_known()
 
 
-def why_apart(value_dim: int) -> str:
+def powers_shared(s: Shape, config: HopperConfig) -> bool:
+    """Whether powers meet values from shared memory (P_SHARED of `hopper.forward`). Three consumers have 160 registers
+    a thread, of which blocks of 128 keys take 64 for scores, 32 for powers and 48 for sums of 96 columns. With powers
+    in registers ptxas lets each product wait for the one before."""
+    wide = (config.consumers, config.block_n) == (3, 128) and rest_columns(s.value_dim) == 32
+    return wide and sum(key_parts(s.dim)) <= 96 and not s.dropout
+
+
+def why_apart(s: Shape, config: HopperConfig) -> str:
     """Why products with values of 65 to 96 columns are not joined."""
+    value_dim = s.value_dim
+    if powers_shared(s, config):
+        return "powers meet them from shared memory, as registers cannot hold them beside scores and sums"
     if _measured_slower(value_dim):
         return f"joined ones of {value_dim} columns were measured to be slower"
     if not _place_known():
@@ -62,7 +73,7 @@ def why_apart(value_dim: int) -> str:
 def joined_values(s: Shape, config: HopperConfig) -> Joined:
     """How the products of a call with its values are joined. Parts have 64 columns, the rows of the widest swizzle,
     where shared memory has room for what these pad."""
-    if not joins(s.value_dim):
+    if not joins(s.value_dim) or powers_shared(s, config):
         return Joined()
     rest, stages = rest_columns(s.value_dim), config.v_stages or config.stages
     wide, key_rest = key_parts(s.dim)
