@@ -231,7 +231,7 @@ def test_windows_are_two_calls_of_results(window, first):
 def test_which_gradients_are_whole_but_for_few_tokens(name, layout, sight, steps, nearly):
     """Both what a rank asks of others and what others ask of it count: the first rank of a window asks for nothing."""
     plan = schedule(layout, (0, layout.tokens), sight, 1, steps, 4, 4)
-    assert [plan.sums(r).nearly for r in range(layout.size)] == nearly
+    assert [plan.sums(r).nearly_whole for r in range(layout.size)] == nearly
 
 
 def test_gradients_of_whole_documents_are_whole():
@@ -240,4 +240,4 @@ def test_gradients_of_whole_documents_are_whole():
     problem = Problem("packed", 1 << 16, lengths=documents_of(1 << 16))
     asked = cost.Problem(problem.layout(2), problem.starts, CAUSAL, 1, 16, 16, 128)
     plan = cost.planned(asked, cost.MACHINES["sm90"], 1, False)
-    assert [plan.sums(r).nearly for r in range(2)] == [True, True]
+    assert [plan.sums(r).nearly_whole for r in range(2)] == [True, True]

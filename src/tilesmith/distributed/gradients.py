@@ -79,7 +79,7 @@ def _partial(work: Work, shards: Shards, shared: Mapping[int, bool], in_turns: b
         sums = work.schedule.sums(r)
         adds = several or sums.parts > 1 or shared[r]
         dtype = work.kernel.summand(q) if adds else q.dtype
-        found[r] = _Kind(adds, dtype, q.dtype if sums.nearly and not shared[r] and not in_turns else dtype)
+        found[r] = _Kind(adds, dtype, q.dtype if sums.nearly_whole and not shared[r] and not in_turns else dtype)
     return found
 
 

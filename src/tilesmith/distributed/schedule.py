@@ -31,7 +31,7 @@ from tilesmith.distributed.pieces import (
 HeadRange = tuple[int, int]
 # One token in so many may have its gradient rounded twice. Were a gradient's error that of rounding alone, a rank's
 # would be sqrt(1 + 1/4) = 1.12 times that of one process.
-_TWICE = 4
+_ROUNDED_TWICE = 4
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Sums(NamedTuple):
     """What a rank adds up.
 
     answers, calls: results, of the schedule's answers and of its stages. parts: how many parts a gradient of its tokens
-    may have. once: whether the calls on its own keys have each of its queries once. nearly: whether these calls'
+    may have. once: whether the calls on its own keys have each of its queries once. nearly_whole: whether these calls'
     gradients are the whole ones but for few tokens, to whose gradients one more part is added.
     """
 
@@ -217,7 +217,7 @@ class Sums(NamedTuple):
     calls: Overlap
     parts: int
     once: bool
-    nearly: bool
+    nearly_whole: bool
 
 
 @dataclass(frozen=True)
@@ -253,20 +253,20 @@ class Schedule:
             own = [call.span for call in self.stages[0].calls[rank]]
             once = length(own) == self.tokens(rank) and not several(own)
             parts = max(len(calls), 1 + returned)
-            nearly = once and parts <= 2 and self._nearly(rank)
-            found = Sums(Overlap(() if whole else calls), Overlap(calls), parts, once, nearly)
+            nearly_whole = once and parts <= 2 and self._nearly_whole(rank)
+            found = Sums(Overlap(() if whole else calls), Overlap(calls), parts, once, nearly_whole)
             self._sums[rank] = found
         return found
 
-    def _nearly(self, rank: int) -> bool:
-        """Whether at most one in `_TWICE` of a rank's queries sees others' keys, and of its keys is seen by others'
-        queries, and no two of its calls share keys of its own."""
+    def _nearly_whole(self, rank: int) -> bool:
+        """Whether at most one in `_ROUNDED_TWICE` of a rank's queries sees others' keys, at most one in as many of its
+        keys is seen by others' queries, and no two of its calls share keys of its own."""
         keys = [(call.k, call.k + call.keys) for call in self.stages[0].calls[rank]]
         others = [run for stage in self.stages[1:] for call in stage.calls[rank] for run in call.runs]
         moves = [move for stage in self.stages for move in stage.transfers if move.source == rank]
         lent = [(move.at, move.at + move.tokens) for move in moves]
         most = max(length(joined(sorted(runs))) for runs in (others, lent))
-        return not several(keys) and _TWICE * most <= self.tokens(rank)
+        return not several(keys) and _ROUNDED_TWICE * most <= self.tokens(rank)
 
     @cached_property
     def _sums(self) -> dict[int, Sums]:
