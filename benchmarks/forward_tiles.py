@@ -28,10 +28,9 @@ from tilesmith.ops.attn.plan import hopper_forward as planning
 from tilesmith.ops.attn.plan import joined
 from tilesmith.ops.attn.plan.configs import HopperConfig
 from tilesmith.ops.attn.plan.shape import rest_columns, shape_of
-from tilesmith.ops.attn.plan.tables import FORWARD_TILES
+from tilesmith.ops.attn.plan.tables import FORWARD_TILES, JOINED_TILES
 
 PADDED = HopperConfig(2, 128, 2, v_stages=3)
-SHARED = HopperConfig(3, 128, 2)  # powers meet values from shared memory; not among the tiles that are chosen
 CHOSEN = HopperConfig(0, 0, 0)
 
 
@@ -88,7 +87,8 @@ class Forward(Study):
     shapes = calls(
         (1, 1696, 16, 16, 72, 0), (16, 729, 16, 16, 72, 0), (2, 4096, 16, 16, 72, 0), (21, 312, 32, 32, 80, 1),
         (8, 1024, 16, 16, 80, 0), (32, 257, 16, 16, 80, 0), (2, 2048, 32, 32, 80, 1), (16, 257, 16, 16, 88, 0),
-        (2, 4096, 32, 32, 96, 1), (1, 12280, 32, 32, 96, 1), (4, 1024, 32, 32, 96, 1), (2, 2048, 16, 16, 96, 0),
+        (1, 16520, 32, 32, 96, 1), (2, 1000, 32, 32, 96, 1), (2, 4096, 32, 32, 96, 1), (1, 12280, 32, 32, 96, 1),
+        (4, 1024, 32, 32, 96, 1), (2, 2048, 16, 16, 96, 0),
         (3, 1500, 32, 8, 96, 1), (1, 8192, 16, 16, 80, 1),
         (1, 4096, 2, 2, 80, 0), (3, 4328, 16, 16, 88, 0), (1, 4096, 2, 2, 64, 0), (1, 4096, 7, 1, 64, 0),
         (4, 3241, 4, 4, 64, 0), (1, 167, 16, 16, 64, 0), (4, 336, 12, 12, 64, 0), (5, 472, 16, 16, 64, 0),
@@ -101,8 +101,8 @@ class Forward(Study):
     def candidates(self, call: Call) -> dict[str, HopperConfig]:
         tiles = FORWARD_TILES[72 if 64 < call.dim <= 72 else 64 + rest_columns(call.dim)]
         found = {f"{64 * t.consumers} x {t.block_n}": t for t in tiles}
-        if 80 < call.dim <= 96:
-            found["192 x 128"] = SHARED
+        if 72 < call.dim <= 96:
+            found |= {f"{64 * t.consumers} x {t.block_n}": t for t in JOINED_TILES[64 + rest_columns(call.dim)]}
         return found | ({"padded": PADDED} if call.dim > 64 else {})
 
     def inputs(self, call: Call, device: str) -> Tensors:

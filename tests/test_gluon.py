@@ -66,18 +66,22 @@ def test_kernels_are_right_in_a_drawn_order(name, backend, case, sms):
     assert ran, "the kernels refuse it"
 
 
-@pytest.mark.parametrize(("tokens", "dim", "causal"), [(260, 96, True), (256, 88, True), (200, 96, False)])
-def test_powers_in_shared_memory_are_those_of_their_block(tokens, dim, causal, monkeypatch):
-    """A product reads a block's powers where the next block's take their place."""
-    monkeypatch.setattr(hopper_forward, "_chosen_tiles", lambda *_: (HopperConfig(3, 128, 2), ""))
+@pytest.mark.parametrize(
+    ("tokens", "keys", "dim", "value_dim", "causal"),
+    [(260, 260, 96, 96, True), (200, 288, 96, 96, False), (450, 450, 80, 80, True), (600, 600, 96, 88, True)],
+)
+def test_tiles_whose_keys_are_no_power_of_two(tokens, keys, dim, value_dim, causal, monkeypatch):
+    """Boxes of queries in turn, and out in the place of queries."""
+    monkeypatch.setattr(hopper_forward, "_chosen_tiles", lambda *_: (HopperConfig(3, 96, 3), ""))
     hopper_forward.hopper_forward.cache_clear()
     try:
-        case = Case("", attend(1, 1, 1, tokens, tokens, dim, causal=causal), {"test"})
-        result, ran = check(ops()["attention"], "hopper", case, torch.bfloat16, seed=tokens)
+        case = Case("", attend(1, 3, 1, tokens, keys, dim, value_dim, causal=causal, sinks=causal), {"test"})
+        arch = replace(arch_named("sm90"), sms=2)
+        result, ran = check(ops()["attention"], "hopper", case, torch.bfloat16, seed=tokens, arch=arch)
     finally:
         hopper_forward.hopper_forward.cache_clear()
     assert result.passed, result.message
-    assert "attention_fwd_kernel" in ran
+    assert "attention_fwd_joined_kernel" in ran
 
 
 def _gradients(deterministic, seed):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -38,7 +39,7 @@ def _constants(plan):
     ],
 )  # fmt: skip
 def test_values_of_65_to_96_columns_are_joined(dim, value_dim, found):
-    plan = hopper_forward(_shape(dim, value_dim), SM90, OPEN)
+    plan = hopper_forward(_shape(dim, value_dim, 1000), SM90, OPEN)
     for constants in _constants(plan):
         assert (constants.get("V_COLS", 0), constants.get("V_PART", 0)) == found
     told = f"values of {found[0]} columns as one product a step of 16 keys"
@@ -46,19 +47,42 @@ def test_values_of_65_to_96_columns_are_joined(dim, value_dim, found):
     assert any("v_rest_desc" in step.tensors for step in plan.steps) == (value_dim == 88)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [88, 96])
-def test_powers_go_where_registers_cannot_hold_them(dim, causal):
-    """192 queries by 128 keys and 96 columns; none of the tiles that are chosen so far."""
-    config, s = HopperConfig(3, 128, 2), _shape(dim, causal=causal)
-    plan = hopper_forward(s, SM90, config)
-    (constants,) = _constants(plan)
-    assert constants["P_SHARED"] and "V_PART" not in constants
-    assert plan.steps[0].shared_memory <= smem.HOPPER and "powers meet them from shared memory" in str(plan)
-    for other, kind in ((s, (2, 128)), (s, (3, 64)), (_shape(80, causal=causal), (3, 128))):
-        for step in _constants(hopper_forward(other, SM90, HopperConfig(*kind, 2))):
-            assert "P_SHARED" not in step
-    assert all("P_SHARED" not in step for step in _constants(hopper_forward(s, SM90, OPEN)))
+FEW_KEYS = HopperConfig(3, 96, 3)
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "causal", "constants"),
+    [
+        (96, 96, True, {"REST": 32, "V_REST": 32, "V_COLS": 96, "WHOLE": False}),
+        (88, 88, False, {"REST": 32, "V_REST": 32, "V_COLS": 88, "WHOLE": True}),
+        (80, 80, False, {"REST": 16, "V_REST": 16, "V_COLS": 80, "WHOLE": True}),
+        (96, 88, True, {"REST": 32, "V_REST": 32, "V_COLS": 88, "WHOLE": False}),
+    ],
+)
+def test_tiles_whose_keys_are_no_power_of_two(dim, value_dim, causal, constants):
+    plan = hopper_forward(_shape(dim, value_dim, 9600, causal), SM90, FEW_KEYS)
+    (step,) = plan.steps
+    assert (plan.tile, step.kernel) == ((192, 96), "attention_fwd_joined_kernel")
+    assert constants.items() <= step.constants.items() and step.shared_memory <= smem.HOPPER
+    assert step.tensors["k_desc"].rows == step.tensors["v_desc"].rows == 96
+    assert f"values of {constants['V_COLS']} columns as one product a step" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dim": 72, "value_dim": 72}, "other head dims"), ({"dim": 128}, "other head dims"),
+        ({"dim": 80, "value_dim": 96}, "other columns than keys"), ({"window_left": 300}, "a window's left edge"),
+        ({"documents": 3}, "documents"), ({"lists": 1, "block_q": 128, "block_k": 128}, "block lists"),
+        ({"dropout": True}, "dropout"), ({"softcap": True}, "a softcap"), ({"out_fp32": True}, "out in fp32"),
+    ],
+)  # fmt: skip
+def test_calls_that_such_tiles_do_not_serve_have_others(more, why):
+    s = _shape(96, tokens=9600, causal=True)._replace(**more)
+    assert hopper_forward(s, SM90, OPEN).tile[1] != 96
+    if not s.lists:
+        with pytest.raises(ValueError, match=f"tiles of 96 keys do not serve .*{why}"):
+            hopper_forward.__wrapped__(s, SM90, FEW_KEYS)
 
 
 @pytest.mark.parametrize("dim", [72, 80, 96])
@@ -101,8 +125,10 @@ def test_other_releases_of_triton_multiply_twice(monkeypatch):
     ("batch", "tokens", "heads", "dim", "causal", "tile", "us"),
     [
         (3, 4032, 16, 72, False, (192, 128), 422.1), (1, 3944, 16, 72, False, (192, 128), 163.4),
-        (7, 2488, 16, 72, False, (192, 128), 398.8), (1, 6376, 32, 96, True, (128, 128), 442.5),
-        (1, 584, 16, 80, False, (128, 128), 16.7),
+        (7, 2488, 16, 72, False, (192, 128), 398.8), (1, 6376, 32, 96, True, (192, 96), 424.1),
+        (1, 584, 16, 80, False, (128, 128), 16.7), (1, 16520, 32, 96, True, (192, 96), 2663.2),
+        (1, 12280, 32, 96, True, (192, 96), 1511.6), (1, 8192, 16, 80, True, (192, 96), 320.4),
+        (3, 4328, 16, 88, False, (192, 96), 583.3), (32, 257, 16, 80, False, (192, 96), 56.1),
     ],
 )  # fmt: skip
 def test_the_best_measured_tiles_are_chosen(batch, tokens, heads, dim, causal, tile, us):
@@ -153,6 +179,14 @@ def test_cases_have_tiles_of_192_queries_and_128_keys(op, many):
         assert plan.tile[1:] == (128,) and plan.consumers == 3 and constants["V_COLS"] == 72, case.name
         seen |= {("HALF", constants["HALF"]), ("WHOLE", constants["WHOLE"]), ("heads", constants.get("HEADS", 1) > 1)}
     assert op == "attention_partial" or len(seen) == 6
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_cases_have_tiles_whose_keys_are_no_power_of_two():
+    few = [case for case in cases("attention") if re.match(r"d\d\d_few_keys", case.name)]
+    assert len(few) == 1
+    for case in few:
+        assert _planned("attention", case)[2].tile == (192, 96), case.name
 
 
 @pytest.mark.usefixtures("needs_triton")

@@ -299,9 +299,8 @@ ATTENTION = [
     Case("d80_whole_more_queries", attend(2, 4, 2, 640, 256, 80, causal=True), GPU, HALF),
     Case("d72_two_programs", attend(5, 16, 16, 729, 729, 72, init=tokens_first), GPU, HALF),
     Case("d80_window", attend(1, 4, 2, 300, 700, 80, causal=True, window_left=200), GPU, HALF),
-    Case("d72_packed_window", attend(
-        1, 4, 2, 300, 720, 72, window_left=100, window_right=33, cu_seqlens_q=(100, 5, 150),
-        cu_seqlens_k=(300, 20, 400)), GPU, HALF),
+    Case("d72_packed_window", attend(1, 4, 2, 300, 720, 72, window_left=100, window_right=33,
+        cu_seqlens_q=(100, 5, 150), cu_seqlens_k=(300, 20, 400)), GPU, HALF),
     Case("d80_lists", attend(
         1, 4, 2, 520, 520, 80, init=tokens_first, causal=True, lists=(1, 4, 128, 128, 0.4)), GPU, HALF),
     Case("d96_lists_narrow", attend(1, 2, 2, 400, 400, 96, lists=(1, 1, 256, 64, 0.5)), GPU, HALF),
@@ -315,6 +314,7 @@ ATTENTION = [
     Case("d72_wide_causal_more_keys", attend(3, 22, 22, 517, 650, 72, causal=True, sinks=True), GPU, HALF),
     Case("d72_wide_group_of_3", attend(3, 12, 4, 640, 640, 72), GPU, HALF),
     Case("d72_wide_causal_group_of_2", attend(3, 32, 16, 384, 517, 72, causal=True), GPU, HALF),
+    Case("d88_few_keys", attend(3, 22, 22, 257, 257, 88, sinks=True), GPU | {"compile"}, HALF),
     Case("d128_group_of_7", attend(1, 14, 2, 700, 700, 128, init=tokens_first, causal=True), GPU, HALF),
     Case("d64_group_of_3", attend(2, 9, 3, 333, 517, 64, causal=True), GPU, HALF),
     Case("d192_128_tiles", attend(2, 4, 4, 520, 520, 192, 128, init=tokens_first, causal=True), GPU, HALF),

@@ -99,13 +99,11 @@ def rows_product(a, a_rest, b, b_rest, zero, REST: gl.constexpr):
 
 @gluon.jit
 def add_products(x, tile, tile_rest, total, total_rest, REST: gl.constexpr):
-    """Ask for x [M, rows] . tile [rows, columns], added to what there is: one group of WGMMA, or two with a rest. x: in
-    registers, or a tile in shared memory."""
+    """Ask for x [M, rows] . tile [rows, columns], added to what there is: one group of WGMMA, or two with a rest."""
     made = wgmma(x, tile, total, use_acc=True, is_async=True)
     rest_made = total_rest
     if REST > 0:
-        if isinstance(x, gl.tensor):
-            x = gl.convert_layout(x, gl.DotOperandLayout(0, total_rest.type.layout, 2))
+        x = gl.convert_layout(x, gl.DotOperandLayout(0, total_rest.type.layout, 2))
         rest_made = wgmma(x, tile_rest, total_rest, use_acc=True, is_async=True)
     return made, rest_made
 

@@ -163,13 +163,11 @@ def _first_powers(qk, walk, queries, first, inner, scale, dtype: gl.constexpr, S
 
 @gluon.jit
 def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, acc, total, top, queries, first, inner,
-               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr, drop=None, rests=None,
-               P_SHARED: gl.constexpr = False):  # fmt: skip
+               scale, EDGE: gl.constexpr, SOFTCAP: gl.constexpr, drop=None, rests=None):  # fmt: skip
     """A block of keys, whose scores are made while the powers p of the block before, or of its first keys, meet their
     values. full, empty: the barriers of these keys and of those values, full with their phases. EDGE: some queries do
     not see all of the keys. rests: of acc, and of the tiles of queries, keys and values. Returns acc, its rest, total
-    and top with the block in them, and its powers (`pack`). P_SHARED: p is a tile in shared memory, where these powers
-    take the place of those; 0 is returned for them."""
+    and top with the block in them, and its powers (`pack`)."""
     acc_rest, q_rest, k_rest, v_rest = rests
     k_full, k_phase, v_full, v_phase = full
     k_empty, v_empty = empty
@@ -201,27 +199,16 @@ def next_block(C: gl.constexpr, walk, q_tile, k_tile, v_tile, full, empty, p, ac
         acc, p = wgmma_wait(0, deps=[acc_made, p])
     mbarrier_arrive(v_empty)
     acc, acc_rest = scale_rows(acc, acc_rest, decay, walk.V_REST)
-    if P_SHARED:
-        new = keep_powers(p, new)
-    else:
-        new = pack(new, q_tile.dtype)
+    new = pack(new, q_tile.dtype)
     if drop is not None:
         new = dropped(new, kept)
     return acc, acc_rest, total, new_top, new
 
 
 @gluon.jit
-def keep_powers(tile, powers):
-    """Put a consumer's powers where their product with values reads them, when the one before has ended."""
-    tile.store(powers.to(tile.dtype))
-    fence_async()
-    return gl.to_tensor(0)
-
-
-@gluon.jit
 def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
              SOFTCAP: gl.constexpr, OUT_IN_Q: gl.constexpr, dropout, DROPOUT_FORM: gl.constexpr, to,
-             DIM_V: gl.constexpr, powers=None, P_SHARED: gl.constexpr = False):  # fmt: skip
+             DIM_V: gl.constexpr):  # fmt: skip
     whole, queue, q, q_rest, k, k_rest, v, v_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty = parts
     BN: gl.constexpr = whole.BN
     D: gl.constexpr = whole.D
@@ -312,10 +299,6 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                 dropping, half, q_tile_rest, k_tile_rest,
             )  # fmt: skip
 
-        if P_SHARED:
-            p_half = powers.index(C)
-            p = keep_powers(p_half, unpack(p, dtype, SCORES))
-
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
         left = blocks
         if walk.LIST_K > 0:
@@ -336,8 +319,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                 lower, upper = left, blocks
             if phase != 0 or (walk.RIGHT and not walk.HALF):
                 for j in range(lower, upper):
-                    if not P_SHARED:
-                        p_half = unpack(p, dtype, P)
+                    p_half = unpack(p, dtype, P)
                     behind = count % walk.V_STAGES
                     v_phase = (count // walk.V_STAGES) & 1
                     count += 1
@@ -351,7 +333,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                         (k_full.index(s), (count // walk.STAGES) & 1, v_full.index(behind), v_phase),
                         (k_empty.index(s), v_empty.index(behind)), p_half, acc, total, top, queries, first, inner,
                         scale, phase != 1, SOFTCAP, dropping,
-                        (acc_rest, q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST), v_tile_rest), P_SHARED,
+                        (acc_rest, q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST), v_tile_rest),
                     )  # fmt: skip
 
         if not OUT_IN_Q:
@@ -359,9 +341,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         t = count % walk.V_STAGES
         mbarrier_wait(v_full.index(t), (count // walk.V_STAGES) & 1)
         v_tile, v_tile_rest = value_tiles(v, v_rest, t, walk, BN)
-        if not P_SHARED:
-            p_half = unpack(p, dtype, P)
-        acc_made, rest_made = add_values(p_half, v_tile, v_tile_rest, acc, acc_rest, walk)
+        acc_made, rest_made = add_values(unpack(p, dtype, P), v_tile, v_tile_rest, acc, acc_rest, walk)
         count += 1
         first_head = head * walk.HEADS
         factor, lse = finish_softmax(top, total, first_head + heads, sinks_ptr)
@@ -405,7 +385,7 @@ def attention_fwd_kernel(
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
     k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None, out_rest_desc=None,
     out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1, V_PART: gl.constexpr = 0,
-    V_COLS: gl.constexpr = 0, P_SHARED: gl.constexpr = False,
+    V_COLS: gl.constexpr = 0,
 ):  # fmt: skip
     """Tiles of CONSUMERS * 64 queries of HEADS heads that share keys (`Walk`). table: tiles of documents
     (`query_tiles_kernel`), the order of the lists' tiles, or None. lists: tiles of block lists of LIST_K keys
@@ -416,8 +396,7 @@ def attention_fwd_kernel(
     left to `attention_fwd_stream_k_kernel`. dropout: the seed tensor, and the two of `dropout.kernel_numbers`, or None;
     DROPOUT_FORM: RARE, SHORT and EVEN of `Dropout`. out_ptr, out_strides, DIM_V: out in fp32 and its columns, stored
     from registers; out_desc is None. V_PART, V_COLS: values lie in parts of so many columns, of which products have so
-    many (`joined`); then v_rest_desc is None. P_SHARED: powers meet values from shared memory, where registers cannot
-    hold them beside scores and sums."""
+    many (`joined`); then v_rest_desc is None."""
     if STREAM_K:
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
@@ -455,10 +434,6 @@ def attention_fwd_kernel(
             v_rest = smem_tiles(V_STAGES, v_rest_desc)
         if out_ptr is None:
             out_rest = smem_tiles(CONSUMERS, out_rest_desc)
-    powers = q
-    if P_SHARED:
-        gl.static_assert(CONSUMERS == 3 and BN == 128 and V_PART == 0 and dropout is None)
-        powers = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 64, BN], gl.NVMMASharedLayout(128, 16, 2))
     queue = tile_queue(CONSUMERS, 1)
     q_full, q_empty, k_full, k_empty, v_full, v_empty = mbarriers(
         (Q_STAGES * CONSUMERS, 1), (Q_STAGES * CONSUMERS, 1), (STAGES, 1), (STAGES, CONSUMERS), (V_STAGES, 1),
@@ -496,11 +471,11 @@ def attention_fwd_kernel(
             [
                 (_produce, (parts, descs, counter, table, lists, indices)),
                 (_consume, (0, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V, powers, P_SHARED)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (1, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V, powers, P_SHARED)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
                 (_consume, (2, parts, out_descs, lse_ptr, sinks_ptr, table, lists, indices, inner, scale, outs,
-                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V, powers, P_SHARED)),
+                            SOFTCAP, OUT_IN_Q, dropout, DROPOUT_FORM, to, DIM_V)),
             ],
             [4, 4, 4],
             [160, 160, 160],

@@ -1,8 +1,8 @@
-"""Products of powers with a tile of values whose number of columns is no power of two: one WGMMA a step of 16 keys.
+"""Products with tiles of keys or values whose number of rows or columns is no power of two: one WGMMA a step of 16.
 
-Gluon's tiles have sizes that are powers of two, those of WGMMA any multiple of 8. So the tile lies in shared memory as
-parts of V_PART columns, one after another, whose rows are a swizzle's 32, 64 or 128 bytes: what one descriptor of a
-tile with contiguous columns describes. The products are inline PTX, on sums in tensors of 16 columns.
+Gluon's tiles have sizes that are powers of two, those of WGMMA any multiple of 8. So a tile of values lies in shared
+memory as parts of V_PART columns, one after another, whose rows are a swizzle's 32, 64 or 128 bytes: what one
+descriptor of a tile with contiguous columns describes. The products are inline PTX, on sums in tensors of 16 columns.
 
 Gluon does not say where shared memory lies, so these kernels assume that values lie at its start: Triton 3.6 places
 the largest allocation first, and `plan.joined` joins products only where values are that one, on a release whose
@@ -130,17 +130,82 @@ def _sixteens_of(x):
 
 
 @gluon.jit
-def add_joined(x, tile, total, total_rest, ROWS: gl.constexpr, COLS: gl.constexpr, V_PART: gl.constexpr):
-    """Ask for x [64, keys] . values [keys, COLS], added to the sums of 64 columns and of the rest: one group of WGMMA.
-    tile: the address of the values in shared memory, parts of ROWS keys and V_PART columns."""
+def add_sixteens(x, tile, total, ROWS: gl.constexpr, COLS: gl.constexpr, V_PART: gl.constexpr):
+    """Ask for x [64, keys] . values [keys, COLS], added to total: one group of WGMMA. x, total: tensors of 16 columns.
+    tile: the address of the values in shared memory, parts of ROWS rows and V_PART columns."""
     low = ((tile >> 4) & 0x3FFF) | ((ROWS * 2 * V_PART >> 4) << 16)
+    return _joined_products(total, x, low, COLS, V_PART, ROWS)
+
+
+@gluon.jit
+def whole_sums(sixteens, REST: gl.constexpr):
+    """Sums of 64 columns and of their rest, from tensors of 16."""
+    rest = sixteens[4]
+    if REST == 32:
+        rest = _whole(sixteens[4], sixteens[5])
+    return _whole(_whole(sixteens[0], sixteens[1]), _whole(sixteens[2], sixteens[3])), rest
+
+
+@gluon.jit
+def add_joined(x, tile, total, total_rest, ROWS: gl.constexpr, COLS: gl.constexpr, V_PART: gl.constexpr):
+    """`add_sixteens` of a whole x, to the sums of 64 columns and of the rest."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, x.shape[1], 16])
     x = _sixteens(gl.convert_layout(x, LAYOUT, assert_trivial=True))
-    made = _joined_products(_sixteens(total) + _sixteens(total_rest), x, low, COLS, V_PART, ROWS)
-    rest = made[4]
-    if total_rest.shape[1] == 32:
-        rest = _whole(made[4], made[5])
-    return _whole(_whole(made[0], made[1]), _whole(made[2], made[3])), rest
+    made = add_sixteens(x, tile, _sixteens(total) + _sixteens(total_rest), ROWS, COLS, V_PART)
+    return whole_sums(made, total_rest.shape[1])
+
+
+def _scores_ptx(keys, rest, bf16):
+    """PTX of the products of 64 queries and `keys` keys, of 64 columns and of their rest, and its constraints. All
+    descriptors come before the products: ptxas lets these wait for each other where it finds an operand between."""
+    sums, kind = keys // 2, "bf16" if bf16 else "f16"
+    steps = [(0, 64, k) for k in range(4)] + [(2, rest, k) for k in range(rest // 16)]
+    total = ",".join(f"${i}" for i in range(sums))
+    lines = [f"{{ .reg .pred p; .reg .b64 a<{len(steps)}>, b<{len(steps)}>; .reg .b32 lo; setp.ne.b32 p, 1, 0;"]
+    products = ["wgmma.fence.sync.aligned;"]
+    for step, (first, atom, k) in enumerate(steps):
+        high = {64: 1, 32: 2, 16: 3}[atom] << 30 | (16 * atom >> 4)
+        for name, place in (("a", first), ("b", first + 1)):
+            lines.append(f"add.s32 lo, ${sums + 8 * place}, {16 * 2 * k >> 4}; mov.b64 {name}{step}, {{lo, {high}}};")
+        products.append(
+            f"wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.{kind}.{kind} {{{total}}}, a{step}, b{step}, "
+            f"{'p' if step else '0'}, 1, 1, 0, 0;"
+        )
+    lines += [*products, "wgmma.commit_group.sync.aligned; }"]
+    return "\n".join(lines), ",".join(["=f"] * sums + ["r"] * 32)
+
+
+@builtin
+def _scores(q, k, q_rest, k_rest, keys, rest, dtype, _semantic=None):
+    """q: the low word of its descriptor, as a tensor [64, 16]; the others': numbers."""
+    keys, rest, dtype = (getattr(n, "value", n) for n in (keys, rest, dtype))
+    asm, constraints = _scores_ptx(keys, rest, dtype == gl.bfloat16)
+    made = gl.inline_asm_elementwise(
+        asm, constraints, [q, k, q_rest, k_rest], dtype=[gl.float32] * (keys // 16), is_pure=False, pack=8,
+        _semantic=_semantic,
+    )  # fmt: skip
+    return gl.tuple(made)
+
+
+@gluon.jit
+def _rows_word(tile):
+    """The low word of the descriptor of a tile whose rows are contiguous."""
+    return ((tile >> 4) & 0x3FFF) | (1 << 16)
+
+
+@gluon.jit
+def scores_of(q, q_rest, k, k_rest, KEYS: gl.constexpr, REST: gl.constexpr, dtype: gl.constexpr):
+    """Ask for the scores of 64 queries and KEYS keys, tensors [64, 16]: one group of WGMMA. The arguments are addresses
+    of tiles in shared memory, of 64 columns and of REST."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    q = gl.full([64, 16], 0, gl.int32, LAYOUT) + _rows_word(q)
+    return _scores(q, _rows_word(k), _rows_word(q_rest), _rows_word(k_rest), KEYS, REST, dtype)
+
+
+@gluon.jit
+def address(room, BEGIN: gl.constexpr, which, BYTES: gl.constexpr):
+    """Of one of the tiles of so many bytes that begin so far behind the start of shared memory, where `room` lies."""
+    return smem_base() + BEGIN + which * BYTES
 
 
 @gluon.constexpr_function

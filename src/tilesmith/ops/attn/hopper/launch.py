@@ -171,7 +171,7 @@ def describe(x: Tensor, tile: Tile) -> TensorDescriptor:
 
 def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide: int = 0) -> TensorDescriptor:
     """`describe` of tiles of `rows` rows of `heads` heads, and of all columns or so many. Where these are no powers of
-    two it has a `box` (`triton_private.run`), and the last of a tile's 64 rows are not loaded or stored."""
+    two it has a `box` (`triton_private.run`), and the last of a tile's 64 or 128 rows are not loaded or stored."""
     x, strides = tma_view(x)
     shape, block = list(x.shape), [1, heads, rows, wide or columns(x.shape[3])]
     if packed:
@@ -181,7 +181,7 @@ def descriptor(x: Tensor, rows: int, packed: bool = False, heads: int = 1, wide:
     swizzle = 128 if block[-1] >= 64 else block[-1] * x.element_size()
     layout = _TILES[len(shape), 8 * x.element_size(), swizzle]
     if rows & (rows - 1) or heads & (heads - 1):  # Triton knows tiles of powers of two alone: the box is a part of one
-        made = TensorDescriptor(x, shape, strides, [1, 1, 64, block[-1]], layout)
+        made = TensorDescriptor(x, shape, strides, [1, 1, 64 if rows <= 64 else 128, block[-1]], layout)
         made.box = tuple(block[:-1])
         return made
     return TensorDescriptor(x, shape, strides, block, layout)

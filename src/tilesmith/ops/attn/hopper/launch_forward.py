@@ -8,6 +8,7 @@ from tilesmith.ops.attn.arguments import attention_arguments
 from tilesmith.ops.attn.execute import execute
 from tilesmith.ops.attn.hopper.block_tables import list_tiles_kernel
 from tilesmith.ops.attn.hopper.forward import attention_fwd_kernel
+from tilesmith.ops.attn.hopper.forward_joined import attention_fwd_joined_kernel
 from tilesmith.ops.attn.hopper.forward_wide import attention_fwd_wide_kernel
 from tilesmith.ops.attn.hopper.launch import (
     all_keys,
@@ -32,6 +33,7 @@ KERNELS = {
     "query_tiles_kernel": query_tiles_kernel,
     "list_tiles_kernel": list_tiles_kernel,
     "attention_fwd_kernel": attention_fwd_kernel,
+    "attention_fwd_joined_kernel": attention_fwd_joined_kernel,
     "attention_fwd_wide_kernel": attention_fwd_wide_kernel,
     "attention_fwd_stream_k_kernel": attention_fwd_stream_k_kernel,
     "attention_window_kernel": attention_window_kernel,

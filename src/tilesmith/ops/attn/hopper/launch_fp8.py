@@ -16,7 +16,7 @@ from tilesmith.ops.attn.hopper.forward_fp8 import UNITS, attention_fp8_fwd_kerne
 from tilesmith.ops.attn.hopper.launch import UNSERVED, describe, no_dropout, no_lists, outputs, score_factors
 from tilesmith.ops.attn.plan import Plan, shape_of
 from tilesmith.ops.attn.plan.configs import Fp8Config
-from tilesmith.ops.attn.plan.hopper_forward import hopper_fp8
+from tilesmith.ops.attn.plan.hopper_fp8 import hopper_fp8
 
 CONFIG = Fp8Config()  # with two stages times are the same within 3 %
 _BLOCK = CONFIG.block_n

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilesmith.ops.attn.plan import hopper_backward, hopper_forward
+from tilesmith.ops.attn.plan import hopper_backward, hopper_forward, hopper_fp8
 from tilesmith.ops.attn.plan.decode import hopper_cluster, hopper_latent, hopper_split, triton_split
 from tilesmith.ops.attn.plan.model import Buffer, Plan, Step
 from tilesmith.ops.attn.plan.shape import Shape, shape_of
@@ -19,7 +19,7 @@ __all__ = ["PLANNERS", "Buffer", "Plan", "Shape", "Step", "plan", "shape_of"]
 
 PLANNERS = {
     ("attention", "hopper"): hopper_forward.hopper_forward,
-    ("attention", "hopper_fp8"): hopper_forward.hopper_fp8,
+    ("attention", "hopper_fp8"): hopper_fp8.hopper_fp8,
     ("attention", "hopper_split"): hopper_split,
     ("attention", "hopper_cluster"): hopper_cluster,
     ("attention", "hopper_latent"): hopper_latent,

@@ -1,4 +1,4 @@
-"""The plan of attention's forward on Hopper: persistent CTAs, narrow windows, and e4m3."""
+"""The plan of attention's forward on Hopper: persistent CTAs, and narrow windows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from typing import Any, NamedTuple
 
 from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
-from tilesmith.ops.attn.plan.configs import Fp8Config, HopperConfig
-from tilesmith.ops.attn.plan.joined import joined_values, joins, key_parts, powers_shared, value_parts, why_apart
+from tilesmith.ops.attn.plan.configs import HopperConfig
+from tilesmith.ops.attn.plan.joined import (
+    few_keys,
+    joined_values,
+    joins,
+    key_parts,
+    not_of_few_keys,
+    value_parts,
+    why_apart,
+)
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
 from tilesmith.ops.attn.plan.tables import (
     APART_TILES,
     FORWARD_L2,
     FORWARD_TILES,
+    JOINED_TILES,
     STREAM_K_L2,
     STREAM_K_PART,
     STREAM_K_STEPS,
@@ -145,14 +154,16 @@ def _division(s: Shape, config: HopperConfig, tiles: int, window: Window, wide: 
     return Division(tiles, 0, "")
 
 
-def _open_tiles(s: Shape) -> dict[HopperConfig, TileTime]:
-    """The tiles whose times are known, among which a model chooses where a configuration leaves them open."""
+def _open_tiles(s: Shape, window: Window | None = None) -> dict[HopperConfig, TileTime]:
+    """The tiles whose times are known, among which a model chooses where a configuration leaves them open; those whose
+    keys are no power of two where a window is given that has them."""
     made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
+    more = JOINED_TILES[made] if window is not None and not not_of_few_keys(s, window) else {}
     if made in APART_TILES and not joins(s.value_dim):
-        return APART_TILES[made]
+        return APART_TILES[made] | more
     if made == 80 and s.value_dim <= 72 and not s.softcap:  # a softcap spills in 192 x 128
         made = 72
-    return FORWARD_TILES[made if made <= 128 else 256]
+    return FORWARD_TILES[made if made <= 128 else 256] | more
 
 
 def _time_of(s: Shape, config: HopperConfig) -> TileTime | None:
@@ -178,7 +189,7 @@ def _head_times(
 ) -> dict[int, float]:
     """The predicted times of a call without a left edge, in µs, by the query heads that share keys whose queries one
     tile holds: the last tile of few positions is cut less."""
-    many = [1] if _of_one_head(s) else tile_heads(s.group)
+    many = [1] if _of_one_head(s) or few_keys(config) else tile_heads(s.group)
     return {heads: _head_time(s, config, time, window, wide, heads, arch) for heads in many}
 
 
@@ -214,7 +225,7 @@ def _halves(s: Shape, config: HopperConfig, window: Window) -> bool:
 
 def _chosen_tiles(s: Shape, config: HopperConfig, window: Window, wide: int, arch: Any) -> tuple[HopperConfig, str]:
     """The tiles that a configuration leaves open, and why these."""
-    found = {t: _predicted(s, t, time, window, wide, arch) for t, time in _open_tiles(s).items()}
+    found = {t: _predicted(s, t, time, window, wide, arch) for t, time in _open_tiles(s, window).items()}
     times = {t: us for t, us in found.items() if t.consumers == config.consumers} or found
     chosen = next(tiles for tiles, time in times.items() if time <= NEAR * min(times.values()))
     told = ", ".join(f"{64 * t.consumers} x {t.block_n} {us:.0f} µs" for t, us in times.items())
@@ -286,6 +297,8 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     if not config.block_n and not s.lists:
         config, why = _chosen_tiles(s, config, window, wide, arch)
         reasons.append(why)
+    if few_keys(config):
+        return _few_keys(s, arch, config, window, reasons)
     if s.lists:
         within = _within_lists(s, config)
         if within != config:
@@ -312,11 +325,11 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
         shape = consumers * (division.ctas + tiles - division.undivided), 64 * (value_wide + 2)
         scratch.append(Buffer("stream_k_parts", shape, "float32"))
         steps.append(_stream_k(call))
-    reasons += [_walk_reason(together, s, alike), division.reason, why, *_tile_reasons(s, steps, config)]
+    reasons += [walk_reason(together, s, alike), division.reason, why, *_tile_reasons(s, steps, config)]
     reasons += ["out in fp32 is stored from registers"] if s.out_fp32 else []
     return Plan(
         "attention", "hopper", tuple(steps), (64 * config.consumers, config.block_n), config.stages, config.consumers,
-        _walk_reason(together, s, alike), "stream-K" if division.ctas else "", division.ctas or 1, True,
+        walk_reason(together, s, alike), "stream-K" if division.ctas else "", division.ctas or 1, True,
         tuple(scratch), q_bytes=s.q_bytes, reasons=tuple(filter(None, reasons)),
     )  # fmt: skip
 
@@ -361,7 +374,6 @@ class _Call(NamedTuple):
         rests = {name: n for name, n in (("REST", rest), ("V_REST", value_rest)) if n}
         joined = joined_values(s, config)
         rests |= {"V_PART": joined.part, "V_COLS": joined.columns} if joined.part else {}
-        rests |= {"P_SHARED": True} if powers_shared(s, config) else {}
         return {
             "WHOLE": self.alike and s.keys % config.block_n == 0, "RIGHT": self.window.hides_right,
             "BN": config.block_n, "D": wide, "DV": value_wide, "CONSUMERS": config.consumers,
@@ -419,7 +431,8 @@ def dropout_constants(s: Shape) -> dict[str, Any]:
     return {"DROPOUT_FORM": (s.rare_dropout, short, s.keys % 8 == 0 and s.window_left < 0 and not s.packed)}
 
 
-def _walk_reason(together: int, s: Shape, alike: bool) -> str:
+def walk_reason(together: int, s: Shape, alike: bool) -> str:
+    """In which order tiles are taken."""
     if alike:
         return f"heads that share keys come together, {together} of {s.rows}: all tiles have the same work"
     return f"sections of {together} of {s.rows} heads, whose keys and values fit the L2 cache; the longest tiles first"
@@ -438,10 +451,45 @@ def _tile_reasons(s: Shape, steps: list[Step], config: HopperConfig) -> list[str
     if "V_COLS" in main.constants:
         reasons.append(f"values of {main.constants['V_COLS']} columns as one product a step of 16 keys")
     elif "V_REST" in main.constants:
-        reasons.append("values as two products a step of 16 keys: " + why_apart(s, config))
+        reasons.append("values as two products a step of 16 keys: " + why_apart(s.value_dim))
     if main.constants.get("HALF"):
         reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
     return reasons
+
+
+def _few_keys(s: Shape, arch: Any, config: HopperConfig, window: Window, reasons: list[str]) -> Plan:
+    """Tiles whose keys are no power of two. Raises ValueError for a call that has none."""
+    if why := not_of_few_keys(s, window):
+        raise ValueError(f"tiles of {config.block_n} keys do not serve {why}")
+    (wide, rest), (value_wide, value_rest) = key_parts(s.dim), value_parts(s.value_dim)
+    blocks = cdiv(s.tokens, 64 * config.consumers)
+    ctas, alike = min(arch.sms, blocks * s.rows), not window.hides_right
+    together = heads_together(s, arch.l2, alike)
+    constants = {
+        "RIGHT": window.hides_right, "WHOLE": alike and s.keys % config.block_n == 0,
+        "DYNAMIC": ctas < blocks * s.rows, "BN": config.block_n, "D": wide, "DV": value_wide,
+        "CONSUMERS": config.consumers, "STAGES": config.stages, "REST": rest, "V_REST": value_rest,
+        "V_COLS": cdiv(s.value_dim, 8) * 8, "num_warps": 4,
+    }  # fmt: skip
+    parts = {
+        "q_desc": (64, wide), "q_rest_desc": (64, rest), "k_desc": (config.block_n, wide),
+        "k_rest_desc": (config.block_n, rest), "v_desc": (config.block_n, value_rest), "out_desc": (64, value_wide),
+        "out_rest_desc": (64, value_rest),
+    }  # fmt: skip
+    tiles = {name: Tile(name.split("_")[0], rows, columns=many) for name, (rows, many) in parts.items()}
+    step = Step(
+        "attention_fwd_joined_kernel", (ctas,),
+        {**tiles, "lse_ptr": "lse", "sinks_ptr": "sinks", "counter": Counter() if constants["DYNAMIC"] else None,
+         "scale": "outer"},
+        {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": blocks, "rows": s.rows, "section": together,
+         "right": window.right, "group": s.group},
+        constants, smem.forward_joined(constants, s.q_bytes),
+    )  # fmt: skip
+    walk = walk_reason(together, s, alike)
+    return Plan(
+        "attention", "hopper", (step,), (64 * config.consumers, config.block_n), config.stages, config.consumers, walk,
+        q_bytes=s.q_bytes, reasons=(*reasons, walk, *_tile_reasons(s, [step], config)),
+    )  # fmt: skip
 
 
 def _narrow(s: Shape, arch: Any, config: HopperConfig, window: Window) -> Plan:
@@ -464,7 +512,7 @@ def _narrow(s: Shape, arch: Any, config: HopperConfig, window: Window) -> Plan:
         constants, smem.forward(constants | {"CONSUMERS": 2, "BN": 64, "V_STAGES": stages}, s.q_bytes),
     )  # fmt: skip
     return Plan(
-        "attention", "hopper", (step,), (128, 64), stages, 2, _walk_reason(together, s, False), q_bytes=s.q_bytes,
+        "attention", "hopper", (step,), (128, 64), stages, 2, walk_reason(together, s, False), q_bytes=s.q_bytes,
         reasons=(
             f"a window of {window.left + window.right + 1} keys: all keys of a tile of 128 queries are loaded at once",
             f"a CTA makes {run} neighbouring tiles, so that few keys are loaded twice and no SM idles at the end",
@@ -493,38 +541,9 @@ def _wide(s: Shape, arch: Any, window: Window) -> Plan:
         constants, smem.forward_wide(constants, s.q_bytes),
     )  # fmt: skip
     return Plan(
-        "attention", "hopper", (step,), (64, 64), WIDE_STAGES, 2, _walk_reason(together, s, alike), q_bytes=s.q_bytes,
+        "attention", "hopper", (step,), (64, 64), WIDE_STAGES, 2, walk_reason(together, s, alike), q_bytes=s.q_bytes,
         reasons=(
-            _walk_reason(together, s, alike),
+            walk_reason(together, s, alike),
             "tiles of 64 queries and 64 keys: 256 columns of a result fill the registers of a consumer",
         ),
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def hopper_fp8(s: Shape, arch: Any, config: Fp8Config) -> Plan:
-    """The forward on e4m3 values. `s.page` is not used; factors of blocks are flags that the launcher knows."""
-    if s.rows * s.tokens * s.keys == 0:
-        return Plan("attention", "hopper_fp8", reasons=(NO_KEYS,))
-    blocks, right = cdiv(s.tokens, 128), s.causal and s.tokens > 1
-    tiles = blocks * s.rows
-    ctas = min(arch.sms, tiles)
-    together = heads_together(s, arch.l2, not right)
-    constants = {
-        "RIGHT": right, "WHOLE": not right and s.keys % config.block_n == 0, "DYNAMIC": ctas < tiles,
-        "BN": config.block_n, "D": 64 if s.dim <= 64 else 128, "DV": 64 if s.value_dim <= 64 else 128,
-        "STAGES": config.stages, "num_warps": 4,
-    }  # fmt: skip
-    step = Step(
-        "attention_fp8_fwd_kernel", (ctas,),
-        {**same("q_desc", "k_desc", "v_desc", "q_scale", "k_scale", "v_scale", "q_steps", "k_steps", "v_steps"),
-         **same("scale", "Q_BLOCKS", "BLOCKS"), "out_desc": Tile("out", 64), "lse_ptr": "lse",
-         "counter": Counter() if ctas < tiles else None},
-        {"tokens": s.tokens, "keys": s.keys, "heads": s.heads, "blocks": blocks, "rows": s.rows, "section": together,
-         "right": 0, "group": s.group},
-        constants,
-    )  # fmt: skip
-    return Plan(
-        "attention", "hopper_fp8", (step,), (128, config.block_n), config.stages, 2,
-        _walk_reason(together, s, not right), q_bytes=2, reasons=(_walk_reason(together, s, not right),),
     )  # fmt: skip

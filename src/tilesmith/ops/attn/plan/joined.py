@@ -1,5 +1,5 @@
-"""Which values of a forward on Hopper are multiplied as one product a step of 16 keys, and how they lie for that
-(`hopper.joined`)."""
+"""Which values of a forward on Hopper are multiplied as one product a step of 16 keys, how they lie for that
+(`hopper.joined`), and which calls may have tiles whose keys are no power of two (`hopper.forward_joined`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tilesmith.engine import releases
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import HopperConfig
-from tilesmith.ops.attn.plan.shape import Shape, column_parts, columns, rest_columns
+from tilesmith.ops.attn.plan.shape import Shape, Window, column_parts, columns, rest_columns
 
 
 class Joined(NamedTuple):
@@ -50,19 +50,8 @@ def joins(value_dim: int) -> bool:
     return rest_columns(value_dim) > 0 and not _measured_slower(value_dim) and _place_known()
 
 
-def powers_shared(s: Shape, config: HopperConfig) -> bool:
-    """Whether powers meet values from shared memory (P_SHARED of `hopper.forward`). Three consumers have 160 registers
-    a thread, of which blocks of 128 keys take 64 for scores, 32 for powers and 48 for sums of 96 columns. With powers
-    in registers ptxas lets each product wait for the one before."""
-    wide = (config.consumers, config.block_n) == (3, 128) and rest_columns(s.value_dim) == 32
-    return wide and sum(key_parts(s.dim)) <= 96 and not s.dropout
-
-
-def why_apart(s: Shape, config: HopperConfig) -> str:
+def why_apart(value_dim: int) -> str:
     """Why products with values of 65 to 96 columns are not joined."""
-    value_dim = s.value_dim
-    if powers_shared(s, config):
-        return "powers meet them from shared memory, as registers cannot hold them beside scores and sums"
     if _measured_slower(value_dim):
         return f"joined ones of {value_dim} columns were measured to be slower"
     if not _place_known():
@@ -73,7 +62,7 @@ def why_apart(s: Shape, config: HopperConfig) -> str:
 def joined_values(s: Shape, config: HopperConfig) -> Joined:
     """How the products of a call with its values are joined. Parts have 64 columns, the rows of the widest swizzle,
     where shared memory has room for what these pad."""
-    if not joins(s.value_dim) or powers_shared(s, config):
+    if not joins(s.value_dim):
         return Joined()
     rest, stages = rest_columns(s.value_dim), config.v_stages or config.stages
     wide, key_rest = key_parts(s.dim)
@@ -88,3 +77,20 @@ def joined_values(s: Shape, config: HopperConfig) -> Joined:
     if stages * config.block_n * held <= max(keys, queries):
         return Joined()
     return Joined(-(-s.value_dim // 8) * 8, part)
+
+
+def few_keys(config: HopperConfig) -> bool:
+    """Whether a tile's keys are no power of two: `hopper.forward_joined`."""
+    return config.block_n & (config.block_n - 1) > 0
+
+
+def not_of_few_keys(s: Shape, window: Window) -> str:
+    """Why a call has no tiles whose keys are no power of two; empty where it may have."""
+    why = {
+        "other head dims than from 73 to 96": min(s.dim, s.value_dim) <= 72 or max(s.dim, s.value_dim) > 96,
+        "values of other columns than keys": rest_columns(s.dim) != rest_columns(s.value_dim),
+        f"Triton {releases.installed()}, whose places in shared memory were not tested": not _place_known(),
+        "a window's left edge": window.hides_left, "documents": s.packed, "block lists": s.lists > 0,
+        "dropout": s.dropout, "a softcap": s.softcap, "out in fp32": s.out_fp32,
+    }  # fmt: skip
+    return next((reason for reason, there in why.items() if there), "")

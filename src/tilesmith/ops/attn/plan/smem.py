@@ -17,8 +17,13 @@ def forward(c: Mapping[str, Any], item: int, counted: bool = True) -> int:
     queries = 64 * wide * consumers * c["Q_STAGES"]
     in_q = c["D"] == c["DV"] and wide > 128 and (counted or wide < 256)
     out = 0 if in_q or "DIM_V" in c else 64 * value_wide * consumers
-    powers = 64 * c["BN"] * consumers if c.get("P_SHARED") else 0
-    return (queries + out + powers + c["BN"] * (wide * stages + held * values)) * item + _rest(counted)
+    return (queries + out + c["BN"] * (wide * stages + held * values)) * item + _rest(counted)
+
+
+def forward_joined(c: Mapping[str, Any], item: int) -> int:
+    """Of `attention_fwd_joined_kernel`: two boxes of queries a consumer, tiles of keys and of values with 128 rows."""
+    keys, values = c["D"] + c["REST"], c["DV"] + c["V_REST"]
+    return (2 * 64 * keys * c["CONSUMERS"] + 128 * (keys + values) * c["STAGES"]) * item + _rest(True)
 
 
 def forward_wide(c: Mapping[str, Any], item: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,12 +115,63 @@ class _Part(Product):
         return id(self.whole)
 
 
+class _Across(_Joined):
+    """The same, turned."""
+
+    def __init__(self, tiles: list[Shared], rows: int, columns: int):
+        super().__init__(tiles, rows, columns)
+        self.shape = [columns, rows]
+
+    @property
+    def t(self) -> torch.Tensor:
+        return torch.cat([tile.t[: self.rows] for tile in self.tiles], 1).T
+
+
+class Address(NamedTuple):
+    """Of a tile: an allocation, and how many bytes it begins behind its start."""
+
+    room: Shared
+    begin: int
+
+    def tile(self, rows: int, columns: int, behind: int = 0) -> Shared:
+        """Rows as wide as a swizzle, one after another. behind: elements in front of it."""
+        first = self.begin // self.room.room.element_size() + behind
+        places = first + torch.arange(rows * columns).view(rows, columns)
+        return Shared(self.room.room, places, self.room.unfenced, self.room.outside)
+
+
+def address(room: Shared, begin: Any, which: Any, size: Any) -> Address:
+    return Address(room, int(plain(begin)) + int(plain(which)) * int(plain(size)))
+
+
+def scores_of(q: Address, q_rest: Address, k: Address, k_rest: Address, keys: Any, rest: Any, dtype: Any) -> Any:
+    keys, rest = int(plain(keys)), int(plain(rest))
+    queries = _Joined([q.tile(64, 64), q_rest.tile(64, rest)], 64, 64 + rest)
+    made = wgmma(
+        queries, _Across([k.tile(keys, 64), k_rest.tile(keys, rest)], keys, 64 + rest), None, use_acc=False,
+        is_async=True,
+    )  # fmt: skip
+    none = Value(torch.zeros(64, 16))
+    return tuple(_Part(made, first, 16, none) for first in range(0, keys, 16))
+
+
+def add_sixteens(x: Any, tile: Address, total: Any, rows: Any, cols: Any, part: Any) -> Any:
+    """The sums' columns behind the last value are whatever was there."""
+    rows, cols, part = (int(plain(n)) for n in (rows, cols, part))
+    x, sums = (Value(torch.cat([value(one).t for one in all_of_them], 1)) for all_of_them in (x, total))
+    parts = [tile.tile(rows, part, i * rows * part) for i in range(math.ceil(cols / part))]
+    values = _Joined(parts, x.shape[1], cols)
+    made = wgmma(x, values, Value(sums.t[:, :cols]), use_acc=True, is_async=True)
+    return tuple(_Part(made, 16 * i, 16, before) for i, before in enumerate(total))
+
+
 _HERE = "tilesmith.ops.attn.hopper"
 
 HELPERS: dict[str, Callable[..., Any]] = {
     f"{_HERE}.softmax.pack": pack, f"{_HERE}.dropout._survives": survives, f"{_HERE}.dropout._exchange": exchange,
     f"{_HERE}.joined.check_place": check_place, f"{_HERE}.joined.value_tiles": value_tiles,
-    f"{_HERE}.joined.add_joined": add_joined,
+    f"{_HERE}.joined.add_joined": add_joined, f"{_HERE}.joined.add_sixteens": add_sixteens,
+    f"{_HERE}.joined.scores_of": scores_of, f"{_HERE}.joined.address": address,
 }  # fmt: skip
 
 PTX: dict[str, Callable[..., Any]] = {
