@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -762,6 +763,21 @@ def test_tiles_up_to_96_columns_follow_from_predicted_times():
     assert tile(32, 257, 16, 80, False) == tile(16, 257, 16, 88, False) == tile(1, 12280, 32, 96, True) == (192, 96)
     assert tile(21, 312, 32, 80, True) == (128, 64)
     assert tile(1, 1696, 16, 72, False) == tile(2, 2048, 32, 96, True) == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "causal", "block_n", "us"),
+    [
+        (4, 552, 16, True, 64, 28.9), (2, 296, 64, True, 64, 26.6), (16, 300, 16, True, 64, 43.3),
+        (2, 2048, 16, True, 128, 77.5), (4, 1024, 16, False, 128, 70.7), (1, 8192, 16, True, 128, 460.0),
+    ],
+)  # fmt: skip
+def test_tiles_of_192_and_128_columns_follow_from_predicted_times(batch, tokens, heads, causal, block_n, us):
+    """Beside measured ones (H200), of which these are the best."""
+    plan = forward(_square(batch, tokens, heads, 192, causal)._replace(value_dim=128))
+    assert plan.tile == (128, block_n)
+    told = next(reason for reason in plan.reasons if reason.startswith("predicted times"))
+    assert float(re.search(rf"128 x {block_n} (\d+) µs", told)[1]) == pytest.approx(us, rel=0.04)
 
 
 def test_few_tiles_of_wide_heads_have_64_queries():

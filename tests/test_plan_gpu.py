@@ -128,7 +128,7 @@ SHARED = (
     "d128_causal_tiles", "d64_two_programs", "d64_shares", "d96_tiles", "d88_group_of_3", "d80_group_of_5",
     "d128_whole_more_queries", "d64_causal_turns", "d128_group_of_7", "d64_group_of_3", "d256_group_of_7",
     "d256_many_tiles", "d256_more_queries", "d64_group_of_7", "d72_key_shares_behind", "d128_key_shares_softcap",
-    "d256_many_tiles_full",
+    "d256_many_tiles_full", "d192_128_grouped", "d192_128_more_queries",
 )  # fmt: skip
 
 
@@ -158,3 +158,12 @@ FEW_KEYS = (
 def test_tiles_whose_keys_are_no_power_of_two(name, dtype):
     """Also where a model of the schedule chooses others."""
     _check(name, dtype, ("hopper:consumers=3:block_n=96:stages=3", "hopper"))
+
+
+NARROW_BLOCKS_OF_192 = ("d192_128_tiles", "d192_128_grouped", "d192_128_more_queries", "d192_128_whole")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", NARROW_BLOCKS_OF_192)
+def test_blocks_of_64_keys_of_192_columns(name, dtype):
+    _check(name, dtype, ("hopper:consumers=2:block_n=64:stages=3:q_stages=1", "hopper"))

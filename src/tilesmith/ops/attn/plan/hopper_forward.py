@@ -163,7 +163,8 @@ def _open_tiles(s: Shape, window: Window | None = None) -> dict[HopperConfig, Ti
         return APART_TILES[made] | more
     if made == 80 and s.value_dim <= 72 and not s.softcap:  # a softcap spills in 192 x 128
         made = 72
-    return FORWARD_TILES[made if made <= 128 else 256] | more
+    narrow_values = 128 < made <= 192 and s.value_dim <= 128
+    return FORWARD_TILES[192 if narrow_values else made if made <= 128 else 256] | more
 
 
 def _time_of(s: Shape, config: HopperConfig) -> TileTime | None:
