@@ -420,17 +420,6 @@ def warp_specialize(parts: Sequence[Any], warps: Sequence[Any], registers: Seque
     all_of_them.wait(lambda: all(f.ended for f in started), "the other partitions")
 
 
-def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any) -> Any:
-    """PTX in the middle of a kernel, by what it contains (`substitutes.PTX`)."""
-    from tilesmith.validate.gluon.substitutes import PTX
-
-    asm = str(plain(asm))
-    for known, compute in PTX.items():
-        if known in asm:
-            return compute(*(value(x) for x in args))
-    raise NotImplementedError(f"no substitute for this PTX: {asm[:200]}")
-
-
 class Constexpr:
     """`gl.constexpr`: an annotation, and a function that gives back what it takes."""
 
@@ -489,7 +478,7 @@ _ALIKE: dict[str, Any] = {  # in Gluon and in Triton's own dialect
     "minimum": _pair(_less, torch.minimum), "maximum": _pair(_greater, torch.maximum),
     "sum": total, "max": most, "reduce": reduced,
     "expand_dims": lambda x, axis: x.expand_dims(axis), "reshape": reshape, "join": join, "split": split,
-    "permute": lambda x, order: Value(x.t.permute(sizes([order]))), "inline_asm_elementwise": inline_asm_elementwise,
+    "permute": lambda x, order: Value(x.t.permute(sizes([order]))),
     "exp2": _unary(torch.exp2), "exp": _unary(torch.exp), "log2": _unary(torch.log2), "log": _unary(torch.log),
     "rsqrt": _unary(torch.rsqrt), "sqrt": _unary(torch.sqrt), "abs": _unary(torch.abs), "floor": _unary(torch.floor),
     "fma": fused, "assume": nothing,

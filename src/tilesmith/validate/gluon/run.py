@@ -17,13 +17,18 @@ from triton.runtime.jit import JITFunction
 
 from tilesmith.device.gluon import shim
 from tilesmith.engine.launcher import ANY_THREAD, in_place_of_launches
+from tilesmith.validate.gluon import language
 from tilesmith.validate.gluon.cluster import Cluster, Cta
 from tilesmith.validate.gluon.fibers import Fibers, at_work
-from tilesmith.validate.gluon.language import GL, SHIM, TL, Partition
+from tilesmith.validate.gluon.language import SHIM, Partition
 from tilesmith.validate.gluon.memory import Descriptor
-from tilesmith.validate.gluon.substitutes import HELPERS
+from tilesmith.validate.gluon.substitutes import HELPERS, inline_asm_elementwise
 from tilesmith.validate.gluon.values import Pointer, plain, value
 
+GL, TL = (
+    types.SimpleNamespace(**vars(names), inline_asm_elementwise=inline_asm_elementwise)
+    for names in (language.GL, language.TL)
+)
 RESIDENT = 6  # programs that run at a time, unless a cluster has more
 
 

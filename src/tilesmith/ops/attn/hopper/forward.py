@@ -88,7 +88,7 @@ def _produce(parts, descs, counter, table, lists, indices):
 
 
 @gluon.jit
-def _skip_blocks(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty, TURNS: gl.constexpr = False):
+def skip_blocks(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v_empty, TURNS: gl.constexpr = False):
     """Give back the next blocks unread. TURNS: they are a tile's first, of which all but the first have a turn."""
     for i in range(blocks):
         if TURNS:
@@ -239,7 +239,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         if walk.SKIP:
             seen = gl.maximum(walk.end(gl.minimum(start + LAST, tokens - 1)) - begin, 1)
             before_right = gl.maximum(blocks - (seen + BN - 1) // BN, 0)
-            count = _skip_blocks(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, walk.TURNS)
+            count = skip_blocks(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, walk.TURNS)
             behind_left = gl.minimum((walk.begin(start) - begin) // BN, blocks - before_right - 1)
             begin += behind_left * BN
             blocks -= before_right + behind_left
@@ -355,7 +355,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         acc, acc_rest = wait_products(acc_made, rest_made, walk.V_REST)
         mbarrier_arrive(v_empty.index(t))
         if walk.SKIP and walk.LEFT:
-            count = _skip_blocks(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
+            count = skip_blocks(C, behind_left, count, walk, k_full, k_empty, v_full, v_empty)
         acc, acc_rest = scale_rows(acc, acc_rest, factor, walk.V_REST)
         if not OUT_IN_Q:
             tma_store_wait(0)

@@ -24,7 +24,7 @@ from tilesmith.device.gluon.shim import (
     wgmma_wait,
 )
 from tilesmith.ops.attn.hopper.columns import start_write
-from tilesmith.ops.attn.hopper.forward import TURN, _skip_blocks
+from tilesmith.ops.attn.hopper.forward import TURN, skip_blocks
 from tilesmith.ops.attn.hopper.joined import add_sixteens, address, check_place, parts_of, scores_of, whole_sums
 from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, in_mask, mask_before, pack, unpack
 from tilesmith.ops.attn.hopper.tile_offset import corner, inside
@@ -221,7 +221,7 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, scale):
         if walk.SKIP:
             seen = gl.maximum(walk.end(gl.minimum(start + 63, tokens - 1)) - begin, 1)
             before_right = gl.maximum(blocks - (seen + BN - 1) // BN, 0)
-            count = _skip_blocks(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, True)
+            count = skip_blocks(C, before_right, count, walk, k_full, k_empty, v_full, v_empty, True)
             blocks -= before_right
         queries, _ = walk.queries(start, ROW)
 
