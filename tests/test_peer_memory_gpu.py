@@ -12,7 +12,7 @@ from peer_ranks import run
 from tilesmith.distributed import RingError
 from tilesmith.distributed.peer_memory import kinds_of
 from tilesmith.distributed.schedule import Moves, Transfer
-from tilesmith.distributed.tokens import by_head, by_token, landing
+from tilesmith.distributed.tokens import by_head, by_token, copy_runs, landing
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
@@ -34,6 +34,18 @@ def _moved(memory, sent, into, gather, timeout, step="keys, step 1 of 1"):
 def _heads_first(tensors):
     """[T, B, heads, D] as `begin` takes them."""
     return [by_head(x) for x in tensors]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_are_there():
+    """Ranks are threads of one process here. One that loads a kernel waits for the GPU, whose streams may wait for that
+    rank."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        narrow = [torch.zeros(1, 8, TOKENS, 72, device=GPU, dtype=dtype) for _ in range(2)]
+        for sent in (_heads_first(_tensors(0, dtype)), narrow):
+            for runs in ((0, 0, TOKENS), (100, 0, 900, 3000, 900, 900)):
+                copy_runs(sent, None, [landing(x, sum(runs[2::3])) for x in sent], runs)
+    torch.cuda.synchronize()
 
 
 def test_what_arrives_is_what_was_sent(monkeypatch):
