@@ -12,6 +12,8 @@ class HopperConfig(NamedTuple):
     model of the schedule wants, and 1 where a call's features allow no more.
     Where block_n is 0, the tiles are those of `tables.FORWARD_TILES` that have as many consumers, or, where none have,
     those for which a model of the schedule predicts the least time.
+    Tiles of 96 keys, no power of two, are of head dims from 73 to 96 without a window, documents, block lists, dropout,
+    softcap or out in fp32 (`hopper.forward_joined`).
     Windows of up to 129 keys have two consumers and tiles of 64 keys, at least four of them (`hopper.window`). Above
     head dim 256 there is one tile, with as many stages as there is room for (`hopper.forward_wide`)."""
 
