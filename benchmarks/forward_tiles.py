@@ -99,10 +99,9 @@ class Forward(Study):
     )  # fmt: skip
 
     def candidates(self, call: Call) -> dict[str, HopperConfig]:
-        tiles = FORWARD_TILES[72 if 64 < call.dim <= 72 else 64 + rest_columns(call.dim)]
+        columns = 72 if 64 < call.dim <= 72 else 64 + rest_columns(call.dim)
+        tiles = FORWARD_TILES[columns] | JOINED_TILES.get(columns, {})
         found = {f"{64 * t.consumers} x {t.block_n}": t for t in tiles}
-        if 72 < call.dim <= 96:
-            found |= {f"{64 * t.consumers} x {t.block_n}": t for t in JOINED_TILES[64 + rest_columns(call.dim)]}
         return found | ({"padded": PADDED} if call.dim > 64 else {})
 
     def inputs(self, call: Call, device: str) -> Tensors:

@@ -147,14 +147,14 @@ def test_tiles_without_a_window_that_hold_queries_of_several_heads(name, heads, 
     _check_heads(name, dtype, heads)
 
 
-FEW_KEYS = (
+BOTH_JOINED = (
     "d96_tiles", "d80_tiles", "d88_group_of_3", "d80_whole_more_queries", "d80_group_of_5", "d80_key_shares",
-    "d88_few_keys",
+    "d88_both_joined",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", FEW_KEYS)
+@pytest.mark.parametrize("name", BOTH_JOINED)
 def test_tiles_whose_keys_are_no_power_of_two(name, dtype):
     """Also where a model of the schedule chooses others."""
     _check(name, dtype, ("hopper:consumers=3:block_n=96:stages=3", "hopper"))

@@ -314,7 +314,7 @@ ATTENTION = [
     Case("d72_wide_causal_more_keys", attend(3, 22, 22, 517, 650, 72, causal=True, sinks=True), GPU, HALF),
     Case("d72_wide_group_of_3", attend(3, 12, 4, 640, 640, 72), GPU, HALF),
     Case("d72_wide_causal_group_of_2", attend(3, 32, 16, 384, 517, 72, causal=True), GPU, HALF),
-    Case("d88_few_keys", attend(3, 22, 22, 257, 257, 88, sinks=True), GPU | {"compile"}, HALF),
+    Case("d88_both_joined", attend(3, 22, 22, 257, 257, 88, sinks=True), GPU | {"compile"}, HALF),
     Case("d128_group_of_7", attend(1, 14, 2, 700, 700, 128, init=tokens_first, causal=True), GPU, HALF),
     Case("d64_group_of_3", attend(2, 9, 3, 333, 517, 64, causal=True), GPU, HALF),
     Case("d192_128_tiles", attend(2, 4, 4, 520, 520, 192, 128, init=tokens_first, causal=True), GPU, HALF),

@@ -25,13 +25,20 @@ from tilesmith.device.gluon.shim import (
 )
 from tilesmith.ops.attn.hopper.columns import start_write
 from tilesmith.ops.attn.hopper.forward import TURN, skip_blocks
-from tilesmith.ops.attn.hopper.joined import add_sixteens, address, check_place, parts_of, scores_of, whole_sums
+from tilesmith.ops.attn.hopper.joined import (
+    SIXTEEN,
+    add_sixteens,
+    address,
+    check_place,
+    parts_of,
+    scores_of,
+    whole_sums,
+)
 from tilesmith.ops.attn.hopper.softmax import NOTHING, finish_softmax, in_mask, mask_before, pack, unpack
 from tilesmith.ops.attn.hopper.tile_offset import corner, inside
 from tilesmith.ops.attn.hopper.walk import Walk, tile_queue
 
 SLOT = gl.constexpr(128)  # rows that the place of a tile of keys has: Gluon's tiles have a power of two
-SIXTEEN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 
 
 @gluon.constexpr_function
@@ -168,8 +175,8 @@ def _powers(qk, walk, queries, first, top, scale, EDGE: gl.constexpr):
 
 @gluon.jit
 def _packed(powers, dtype: gl.constexpr):
-    """Behind the wait for the product that reads the powers before: ptxas lets each product wait for the one before
-    where their registers are written earlier."""
+    """Operands of the next product. To be made behind the wait for the product that reads the block's before: where
+    registers of an operand are written while that is in flight, ptxas serialises all WGMMAs of the kernel (C7513)."""
     made = ()
     for i in gl.static_range(len(powers)):
         made = made + (pack(powers[i], dtype),)

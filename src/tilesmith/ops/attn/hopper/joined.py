@@ -20,13 +20,19 @@ from tilesmith.device.gluon.shim import (
 )
 from tilesmith.ops.attn.hopper.columns import add_products, load_tile, rest_tile
 
+SIXTEEN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # of a tensor [64, 16]
+
+
+def _high_word(atom):
+    """The high word of the descriptor of a tile whose rows have `atom` columns: swizzle, and bytes of 8 rows."""
+    return {64: 1, 32: 2, 16: 3}[atom] << 30 | (16 * atom >> 4)
+
 
 def _joined_ptx(columns, keys, atom, rows, bf16):
     """PTX of the products of `keys` keys with a tile of `rows` keys, and its constraints."""
     sums, steps = 8 * -(-columns // 16), keys // 16
     kind = "bf16" if bf16 else "f16"
-    swizzle = {128: 1, 64: 2, 32: 3}[2 * atom]
-    high = swizzle << 30 | (16 * atom >> 4)
+    high = _high_word(atom)
     total = ",".join(f"${i}" for i in range(columns // 2))
     first = 2 * sums + 4 * steps
     lines = ["{ .reg .pred p; .reg .b64 d; .reg .b32 lo; setp.ne.b32 p, 1, 0; wgmma.fence.sync.aligned;"]
@@ -156,17 +162,16 @@ def add_joined(x, tile, total, total_rest, ROWS: gl.constexpr, COLS: gl.constexp
 
 
 def _scores_ptx(keys, rest, bf16):
-    """PTX of the products of 64 queries and `keys` keys, of 64 columns and of their rest, and its constraints. All
-    descriptors come before the products: ptxas lets these wait for each other where it finds an operand between."""
+    """PTX of the products of 64 queries and `keys` keys, of 64 columns and of their rest, and its constraints."""
     sums, kind = keys // 2, "bf16" if bf16 else "f16"
     steps = [(0, 64, k) for k in range(4)] + [(2, rest, k) for k in range(rest // 16)]
     total = ",".join(f"${i}" for i in range(sums))
     lines = [f"{{ .reg .pred p; .reg .b64 a<{len(steps)}>, b<{len(steps)}>; .reg .b32 lo; setp.ne.b32 p, 1, 0;"]
     products = ["wgmma.fence.sync.aligned;"]
     for step, (first, atom, k) in enumerate(steps):
-        high = {64: 1, 32: 2, 16: 3}[atom] << 30 | (16 * atom >> 4)
         for name, place in (("a", first), ("b", first + 1)):
-            lines.append(f"add.s32 lo, ${sums + 8 * place}, {16 * 2 * k >> 4}; mov.b64 {name}{step}, {{lo, {high}}};")
+            low = f"add.s32 lo, ${sums + 8 * place}, {16 * 2 * k >> 4};"
+            lines.append(f"{low} mov.b64 {name}{step}, {{lo, {_high_word(atom)}}};")
         products.append(
             f"wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.{kind}.{kind} {{{total}}}, a{step}, b{step}, "
             f"{'p' if step else '0'}, 1, 1, 0, 0;"
@@ -197,8 +202,7 @@ def _rows_word(tile):
 def scores_of(q, q_rest, k, k_rest, KEYS: gl.constexpr, REST: gl.constexpr, dtype: gl.constexpr):
     """Ask for the scores of 64 queries and KEYS keys, tensors [64, 16]: one group of WGMMA. The arguments are addresses
     of tiles in shared memory, of 64 columns and of REST."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    q = gl.full([64, 16], 0, gl.int32, LAYOUT) + _rows_word(q)
+    q = gl.full([64, 16], 0, gl.int32, SIXTEEN) + _rows_word(q)
     return _scores(q, _rows_word(k), _rows_word(q_rest), _rows_word(k_rest), KEYS, REST, dtype)
 
 

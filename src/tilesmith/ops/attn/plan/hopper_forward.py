@@ -10,13 +10,13 @@ from tilesmith.engine.launcher import cdiv
 from tilesmith.ops.attn.plan import smem
 from tilesmith.ops.attn.plan.configs import HopperConfig
 from tilesmith.ops.attn.plan.joined import (
-    few_keys,
     joined_values,
     joins,
+    joins_both,
     key_parts,
-    not_of_few_keys,
     value_parts,
     why_apart,
+    why_not_both,
 )
 from tilesmith.ops.attn.plan.model import Buffer, Counter, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, Window, columns, is_narrow, window_of
@@ -158,7 +158,7 @@ def _open_tiles(s: Shape, window: Window | None = None) -> dict[HopperConfig, Ti
     """The tiles whose times are known, among which a model chooses where a configuration leaves them open; those whose
     keys are no power of two where a window is given that has them."""
     made = max(sum(key_parts(s.dim)), sum(value_parts(s.value_dim)))
-    more = JOINED_TILES[made] if window is not None and not not_of_few_keys(s, window) else {}
+    more = JOINED_TILES[made] if window is not None and not why_not_both(s, window) else {}
     if made in APART_TILES and not joins(s.value_dim):
         return APART_TILES[made] | more
     if made == 80 and s.value_dim <= 72 and not s.softcap:  # a softcap spills in 192 x 128
@@ -190,7 +190,7 @@ def _head_times(
 ) -> dict[int, float]:
     """The predicted times of a call without a left edge, in µs, by the query heads that share keys whose queries one
     tile holds: the last tile of few positions is cut less."""
-    many = [1] if _of_one_head(s) or few_keys(config) else tile_heads(s.group)
+    many = [1] if _of_one_head(s) or joins_both(config) else tile_heads(s.group)
     return {heads: _head_time(s, config, time, window, wide, heads, arch) for heads in many}
 
 
@@ -298,8 +298,8 @@ def hopper_forward(s: Shape, arch: Any, config: HopperConfig) -> Plan:
     if not config.block_n and not s.lists:
         config, why = _chosen_tiles(s, config, window, wide, arch)
         reasons.append(why)
-    if few_keys(config):
-        return _few_keys(s, arch, config, window, reasons)
+    if joins_both(config):
+        return _both_joined(s, arch, config, window, reasons)
     if s.lists:
         within = _within_lists(s, config)
         if within != config:
@@ -458,9 +458,9 @@ def _tile_reasons(s: Shape, steps: list[Step], config: HopperConfig) -> list[str
     return reasons
 
 
-def _few_keys(s: Shape, arch: Any, config: HopperConfig, window: Window, reasons: list[str]) -> Plan:
-    """Tiles whose keys are no power of two. Raises ValueError for a call that has none."""
-    if why := not_of_few_keys(s, window):
+def _both_joined(s: Shape, arch: Any, config: HopperConfig, window: Window, reasons: list[str]) -> Plan:
+    """Tiles whose keys are no power of two. Raises ValueError for a call that they do not serve."""
+    if why := why_not_both(s, window):
         raise ValueError(f"tiles of {config.block_n} keys do not serve {why}")
     (wide, rest), (value_wide, value_rest) = key_parts(s.dim), value_parts(s.value_dim)
     blocks = cdiv(s.tokens, 64 * config.consumers)

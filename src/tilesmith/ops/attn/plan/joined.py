@@ -79,16 +79,16 @@ def joined_values(s: Shape, config: HopperConfig) -> Joined:
     return Joined(-(-s.value_dim // 8) * 8, part)
 
 
-def few_keys(config: HopperConfig) -> bool:
-    """Whether a tile's keys are no power of two: `hopper.forward_joined`."""
+def joins_both(config: HopperConfig) -> bool:
+    """Whether both products are joined (`hopper.forward_joined`): those with tiles whose keys are no power of two."""
     return config.block_n & (config.block_n - 1) > 0
 
 
-def not_of_few_keys(s: Shape, window: Window) -> str:
-    """Why a call has no tiles whose keys are no power of two; empty where it may have."""
+def why_not_both(s: Shape, window: Window) -> str:
+    """Why a call cannot have both products joined; empty where it can."""
     why = {
-        "other head dims than from 73 to 96": min(s.dim, s.value_dim) <= 72 or max(s.dim, s.value_dim) > 96,
-        "values of other columns than keys": rest_columns(s.dim) != rest_columns(s.value_dim),
+        "head dims outside 73 to 96": min(s.dim, s.value_dim) <= 72 or max(s.dim, s.value_dim) > 96,
+        "keys and values that differ in columns": rest_columns(s.dim) != rest_columns(s.value_dim),
         f"Triton {releases.installed()}, whose places in shared memory were not tested": not _place_known(),
         "a window's left edge": window.hides_left, "documents": s.packed, "block lists": s.lists > 0,
         "dropout": s.dropout, "a softcap": s.softcap, "out in fp32": s.out_fp32,

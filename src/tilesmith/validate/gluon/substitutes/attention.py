@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,19 +83,36 @@ class _Joined:
     """Columns of several tiles side by side, read when a product is made."""
 
     def __init__(self, tiles: list[Shared], rows: int, columns: int):
-        self.tiles, self.rows, self.shape = tiles, rows, [rows, columns]
+        self.tiles, self.rows, self.columns, self.shape = tiles, rows, columns, [rows, columns]
 
     @property
     def t(self) -> torch.Tensor:
-        return torch.cat([tile.t[: self.rows] for tile in self.tiles], 1)[:, : self.shape[1]]
+        return torch.cat([tile.t[: self.rows] for tile in self.tiles], 1)[:, : self.columns]
 
 
-def add_joined(x: Value, tile: list[Shared], total: Any, total_rest: Any, rows: Any, cols: Any, part: Any) -> Any:
-    """The sums' columns behind the last value are whatever was there."""
-    cols, rest = int(plain(cols)), list(total_rest.shape)[1]
-    sums = Value(torch.cat([total.t, total_rest.t], 1)[:, :cols])
-    made = wgmma(x, _Joined(tile, x.shape[1], cols), sums, use_acc=True, is_async=True)
-    return _Part(made, 0, 64, total), _Part(made, 64, rest, total_rest)
+class _Transposed(_Joined):
+    """The same, rows as columns."""
+
+    def __init__(self, tiles: list[Shared], rows: int, columns: int):
+        super().__init__(tiles, rows, columns)
+        self.shape = [columns, rows]
+
+    @property
+    def t(self) -> torch.Tensor:
+        return super().t.T
+
+
+def _added(x: Value, tiles: list[Shared], before: Sequence[Value], cols: Any) -> tuple[_Part, ...]:
+    """x . tiles, added to sums that lie in several tensors. Their columns behind the last value are whatever was
+    there."""
+    cols, sums = int(plain(cols)), torch.cat([one.t for one in before], 1)
+    made = wgmma(x, _Joined(tiles, x.shape[1], cols), Value(sums[:, :cols]), use_acc=True, is_async=True)
+    ends = itertools.accumulate(one.t.shape[1] for one in before)
+    return tuple(_Part(made, end - one.t.shape[1], one.t.shape[1], one) for end, one in zip(ends, before, strict=True))
+
+
+def add_joined(x: Value, tile: list[Shared], total: Value, total_rest: Value, rows: Any, cols: Any, part: Any) -> Any:
+    return _added(x, tile, (total, total_rest), cols)
 
 
 class _Part(Product):
@@ -113,18 +131,6 @@ class _Part(Product):
 
     def __hash__(self) -> int:
         return id(self.whole)
-
-
-class _Across(_Joined):
-    """The same, turned."""
-
-    def __init__(self, tiles: list[Shared], rows: int, columns: int):
-        super().__init__(tiles, rows, columns)
-        self.shape = [columns, rows]
-
-    @property
-    def t(self) -> torch.Tensor:
-        return torch.cat([tile.t[: self.rows] for tile in self.tiles], 1).T
 
 
 class Address(NamedTuple):
@@ -148,21 +154,17 @@ def scores_of(q: Address, q_rest: Address, k: Address, k_rest: Address, keys: An
     keys, rest = int(plain(keys)), int(plain(rest))
     queries = _Joined([q.tile(64, 64), q_rest.tile(64, rest)], 64, 64 + rest)
     made = wgmma(
-        queries, _Across([k.tile(keys, 64), k_rest.tile(keys, rest)], keys, 64 + rest), None, use_acc=False,
+        queries, _Transposed([k.tile(keys, 64), k_rest.tile(keys, rest)], keys, 64 + rest), None, use_acc=False,
         is_async=True,
     )  # fmt: skip
     none = Value(torch.zeros(64, 16))
     return tuple(_Part(made, first, 16, none) for first in range(0, keys, 16))
 
 
-def add_sixteens(x: Any, tile: Address, total: Any, rows: Any, cols: Any, part: Any) -> Any:
-    """The sums' columns behind the last value are whatever was there."""
-    rows, cols, part = (int(plain(n)) for n in (rows, cols, part))
-    x, sums = (Value(torch.cat([value(one).t for one in all_of_them], 1)) for all_of_them in (x, total))
-    parts = [tile.tile(rows, part, i * rows * part) for i in range(math.ceil(cols / part))]
-    values = _Joined(parts, x.shape[1], cols)
-    made = wgmma(x, values, Value(sums.t[:, :cols]), use_acc=True, is_async=True)
-    return tuple(_Part(made, 16 * i, 16, before) for i, before in enumerate(total))
+def add_sixteens(x: Sequence[Value], tile: Address, total: Sequence[Value], rows: Any, cols: Any, part: Any) -> Any:
+    rows, part = int(plain(rows)), int(plain(part))
+    parts = [tile.tile(rows, part, i * rows * part) for i in range(math.ceil(int(plain(cols)) / part))]
+    return _added(Value(torch.cat([one.t for one in x], 1)), parts, total, cols)
 
 
 _HERE = "tilesmith.ops.attn.hopper"
