@@ -25,7 +25,8 @@ def small(name, backends, *patterns, sms=0):
     found = [c for c in cases(name) if {"interpret", "compile"} & c.tags and any(d.itemsize == 2 for d in c.dtypes)]
     found = [c for c in found if any(fnmatch(c.name, pattern) for pattern in patterns)]
     assert found, (name, patterns)
-    return [pytest.param(name, b, c, sms, id=f"{name}-{b}-{c.name}") for b in backends.split() for c in found]
+    on = f"-{sms}" if sms else ""
+    return [pytest.param(name, b, c, sms, id=f"{name}-{b}-{c.name}{on}") for b in backends.split() for c in found]
 
 
 SERVED = [
@@ -33,6 +34,7 @@ SERVED = [
     *small("attention", "hopper", "d256_small", "d512_small", "decode_160_rows", "decode_1_kv_head_small"),
     *small("attention", "hopper_split", "decode_80_rows*", "decode_160_rows"),
     *small("attention", "hopper_cluster", "decode_one_token", "decode_odd_head", "decode_1_kv_head_small"),
+    *small("attention", "hopper_cluster", "decode_one_token", "decode_lengths_of_64*", sms=2),
     *small("attention", "hopper_latent", "decode_576"),
     *small("attention", "hopper_fp8", "e4m3*", sms=2),
     *small("attention_partial", "hopper", "fp32_*"),

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tilesmith
 from devices import DEVICE
@@ -36,6 +38,7 @@ from tilesmith.ops.attn.plan.hopper_bands import WORKSPACE, bands, extent, works
 from tilesmith.ops.attn.plan.hopper_forward import divided, hopper_forward
 from tilesmith.ops.attn.plan.shape import window_of
 from tilesmith.ops.attn.plan.tables import FORWARD_TILES
+from tilesmith.ops.attn.schedule import CtaTile, alone_cost
 
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
 
@@ -942,6 +945,57 @@ def test_squares_of_a_split_hold_every_row(group, tokens):
     assert scattered(group, tokens) == (squares > 2 * -(-group * tokens // 64))
     if group & (group - 1) == 0 or tokens >= 64:
         assert not scattered(group, tokens)
+
+
+def _one_token(batch, kv_heads, keys, dim, **more):
+    s = Shape(batch, 4 * kv_heads, kv_heads, 1, keys, dim, dim, 2, 2, causal=True, **more)
+    plan = decode(s)
+    constants = plan.steps[0].constants
+    return constants["BN"], constants["PARTS"], plan.splits, plan
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "keys", "dim", "expected"),
+    [
+        (8, 8, 4096, 128, (128, 2, 1)),  # 64 clusters of 2 run at once
+        (17, 4, 1024, 128, (128, 1, 1)),  # one CTA an SM
+        (35, 4, 4096, 128, (64, 1, 1)),  # 8 of 140 would be alone: three CTAs an SM
+        (64, 8, 4096, 128, (128, 1, 1)),
+        (30, 4, 65_536, 64, (128, 1, 1)),
+        (35, 4, 65_536, 256, (64, 1, 8)),  # of one CTA an SM, too: 8 would be alone for long
+        (35, 4, 256, 256, (64, 1, 1)),  # for so short a time that a second kernel costs more
+    ],
+)
+def test_kv_heads_beyond_clusters_have_ctas_alone(batch, kv_heads, keys, dim, expected):
+    *found, plan = _one_token(batch, kv_heads, keys, dim)
+    assert tuple(found) == expected
+    assert len(plan.steps) == (1 if expected[2] == 1 else 2)
+    assert ("CTAs alone" in str(plan)) == (expected[1] == 1)
+
+
+@pytest.mark.parametrize(("batch", "kv_heads"), [(2, 1), (4, 8), (30, 4), (64, 8), (1000, 8)])
+@pytest.mark.parametrize("keys", [64, 1000, 2048, 16_384, 100_000])
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_no_cta_waits_long_for_the_longest_row(batch, kv_heads, keys, dim):
+    """Where lengths of rows may differ, a CTA has 2,048 keys at most, but where clusters have few anyway."""
+    block, parts, splits, plan = _one_token(batch, kv_heads, keys, dim, lengths=True)
+    each = -(-keys // block // (parts * splits)) * block
+    if parts > 1:
+        assert keys * batch * kv_heads * dim <= 256 * 128 * SM90.sms
+    else:
+        assert each <= 2048 + block and splits <= max(1, -(-keys // block))
+        few = batch * kv_heads * splits < SM90.sms // 2
+        assert not few or splits * block > keys - block, plan  # the device is not left idle either
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 3000), st.floats(8, 1e6), st.integers(1, 8), st.sampled_from([(1, 2.45), (3, 1.5)]))
+def test_ctas_alone_are_predicted_no_faster_than_memory(heads, size, splits, kind):
+    """Nor slower than one after another on their SMs; and more heads never take less."""
+    tile = CtaTile(64, 2, *kind)
+    cost = partial(alone_cost, size=size, splits=splits, tile=tile, sms=132)
+    assert heads * size / 132 <= cost(heads) <= cost(heads + 1) * (1 + 1e-9)
+    assert cost(heads) <= 1.05 * (heads / 132 + tile.per_sm) * size + 64 * (heads * splits + 132) + 150
 
 
 @pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))

@@ -54,17 +54,16 @@ def describe_attention(op_name: str, function):
     that tiles of 128 queries of a head keep busy. page_size: 0 without pages. capped: whether there is a softcap.
     cached: whether keys are at least four times the queries, as a cache's are. factors: of how many tokens the factors
     of q, k and v are: 0 none are given, -1 all, 1 or 128. across: whether the keys of a column of v lie side by side.
-    aligned: whether S - T is a multiple of 128. pairs: kv heads of all batch rows, at most 1024. room: of kv_lengths of
-    several batch rows the keys there is room for, rounded up to a power of two, else 0. shared: whether v is the first
-    columns of k, in memory. scattered: whether query rows leave tiles of 64 more than half empty (`plan.decode`).
-    Lengths of documents are left out: they differ from step to step.
+    aligned: whether S - T is a multiple of 128. pairs: kv heads of all batch rows, rounded up to a power of two, at
+    most 65,536. shared: whether v is the first columns of k, in memory. scattered: whether query rows leave tiles of 64
+    more than half empty (`plan.decode`). Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
     skipped = [parameters.index(name) for name in ("max_seqlen_q", "max_seqlen_k")]
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
-    at_v, at_q_scale, at_lengths = (parameters.index(name) for name in ("v", "q_scale", "kv_lengths"))
-    more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned", "pairs", "room",
+    at_v, at_q_scale = (parameters.index(name) for name in ("v", "q_scale"))
+    more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned", "pairs",
             "shared", "scattered")  # fmt: skip
     kind = namedtuple(f"{op_name}_call", [*parameters, *more])
 
@@ -87,11 +86,9 @@ def describe_attention(op_name: str, function):
         filled = 10 * q.shape[2] * min(places, q.shape[0] * q.shape[1] * blocks) // (128 * blocks * places)
         page_size, capped = k.shape[2] if paged else 0, args[at_cap] > 0.0
         aligned = (k.shape[2] - q.shape[2]) % 128 == 0
-        pairs = min(1024, q.shape[0] * k.shape[1])
-        several = args[at_lengths] is not None and q.shape[0] > 1
-        room = 1 << max(k.shape[2] - 1, 0).bit_length() if several else 0
+        pairs = min(65_536, 1 << max(q.shape[0] * k.shape[1] - 1, 0).bit_length())
         across, shared = v.stride(2) == 1, values_in_keys(k, v)
-        facts = rows, filled, page_size, capped, cached, factors, across, aligned, pairs, room, shared, spread
+        facts = rows, filled, page_size, capped, cached, factors, across, aligned, pairs, shared, spread
         return kind(*found, *facts)
 
     return describe

@@ -36,6 +36,36 @@ def split_cost(tiles: int, blocks: int, ctas: int, traffic: float, splits: int) 
     return walk if splits == 1 else walk + 2 + tiles * splits / ctas * traffic  # + 2: the second launch
 
 
+class CtaTile(NamedTuple):
+    """A tile of keys of a decode whose CTAs share nothing. stages: tiles in flight. per_sm: CTAs that share an SM.
+    most: how much one CTA reads at most, where 1 is an SM's share of the memory's bandwidth when all are busy."""
+
+    block_n: int
+    stages: int
+    per_sm: int
+    most: float
+
+
+def alone_cost(heads: int, size: float, splits: int, tile: CtaTile, sms: int) -> float:
+    """The predicted time of CTAs that read the keys and values of one kv head, or of a split of it, in KB that an SM
+    reads when all are busy. size: KB of a head."""
+    ctas, slots = heads * splits, sms * tile.per_sm
+    rest = ctas % slots
+    last = max(rest / sms, 1 / tile.most, cdiv(rest, sms) / MOST_OF_SM) if rest else 0.0
+    shared = 1.0 if tile.per_sm == 1 else SEVERAL
+    walk = (ctas // slots * tile.per_sm + last) * size / splits * shared
+    return walk + START_KB * cdiv(ctas, slots) + (COMBINE_KB if splits > 1 else 0)
+
+
+MOST_OF_SM = 2.45
+"""How much an SM reads when others are idle, by its share of the bandwidth when all are busy. These four are fitted to
+36 calls of an H200, where a share is 35 GB/s: the choice loses 1 % of the best of four tiles and six divisions, 5 % at
+most."""
+SEVERAL = 1.05  # times what one CTA an SM takes: the SMs' loads differ
+START_KB = 64  # of a CTA
+COMBINE_KB = 150  # of a second launch
+
+
 def run_of(choices: Sequence[int], more: int, blocks: int, rows: int, sms: int) -> int:
     """How many of a head's `blocks`, one of `choices`, a CTA does one after another where windows are narrow: with
     few runs of many blocks little is loaded twice, which costs as much as `more` blocks a run, with many runs none

@@ -54,13 +54,8 @@ def rejects(call) -> list[str]:
         reasons.append("T * H / G is more than 16: a warp holds 16 rows")
     if not call.cached:
         reasons.append("S is less than 4 T: this kernel is for a cache")
-    # One batch row may be full and the others empty, and its clusters are no larger for that. H200, so, of 128 dims,
-    # triton_split's time to this kernel's; 2 rows of 8 kv heads, room for 1k / 2k / 4k keys: 1.21 / 1.15 / 1.03; 4 rows
-    # of 8, 512 / 1k / 2k: 1.09 / 1.04 / .94; 8 of 8, 512 / 1k: 1.20 / 1.19; 4 of 2, 2k / 4k: 1.17 / 1.11.
-    if call.room * call.pairs * max(call.q.cols, call.v.cols) > 256 * 128 * call.arch.sms:
-        reasons.append("kv_lengths of several batch rows in so much room: the longest may keep the others waiting")
-    if call.pairs * 2 > call.arch.sms:
-        reasons.append(f"{call.pairs} kv heads of all batch rows: as many clusters do not run at once")
+    if call.pairs > 32_768:
+        reasons.append("more than 32,768 kv heads of all batch rows, of which a dim of the grid may have to count all")
     return reasons
 
 
@@ -84,8 +79,8 @@ def attention(call, *, config: ClusterConfig) -> tuple[Tensor, Tensor]:
     if not is_16_byte_aligned(call.q):
         given["q"] = call.q.clone(memory_format=torch.contiguous_format)
     bounded, (_, heads, tokens, dim_v) = call.kv_lengths is not None, out.shape
-    given["k_desc"], given["between_k"] = keys_of(call.k, config.block_n, bounded)
-    given["v_desc"], given["between_v"] = keys_of(call.v, config.block_n, bounded)
+    given["k_desc"], given["between_k"] = keys_of(call.k, plan.tile[1], bounded)
+    given["v_desc"], given["between_v"] = keys_of(call.v, plan.tile[1], bounded)
     given |= {
         "q_strides": tuple(s // 8 for s in given["q"].stride()[:3]), "out_split": out.stride(0),
         "out_strides": out.stride()[:3], "part_split": lse.numel() * dim_v,

@@ -54,8 +54,9 @@ class SplitKvConfig(NamedTuple):
 
 
 class ClusterConfig(NamedTuple):
-    """block_n: keys of a tile. stages: tiles of keys and of values in flight. num_warps: each has block_n / num_warps
-    keys of a tile. parts: CTAs of a cluster, a power of two; 0: the plan finds it, and splits."""
+    """block_n: keys of a tile. stages: tiles of keys and of values in flight. Where one is 0, the plan finds it.
+    num_warps: each has block_n / num_warps keys of a tile. parts: CTAs of a cluster, a power of two; 0: the plan finds
+    it, and splits."""
 
     block_n: int
     stages: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,8 +12,16 @@ from tilesmith.ops.attn.plan.configs import ClusterConfig, LatentConfig, SplitCo
 from tilesmith.ops.attn.plan.hopper_forward import NO_KEYS
 from tilesmith.ops.attn.plan.model import Buffer, Plan, Step, Tile, same
 from tilesmith.ops.attn.plan.shape import Shape, columns, key_tiles, window_of
-from tilesmith.ops.attn.plan.tables import CLUSTER_BLOCKS, CLUSTERS, FEW_ROWS
-from tilesmith.ops.attn.schedule import splits_of
+from tilesmith.ops.attn.plan.tables import (
+    ALONE_KEYS,
+    CLUSTER_BLOCKS,
+    CLUSTER_ROOM,
+    CLUSTERS,
+    FEW_ROWS,
+    alone_tiles,
+    cluster_tile,
+)
+from tilesmith.ops.attn.schedule import MOST_OF_SM, CtaTile, alone_cost, splits_of
 
 
 class Clusters(NamedTuple):
@@ -211,17 +220,57 @@ def clusters_by_table(arch: Any) -> Clusters:
     return Clusters(*CLUSTERS.get(arch.name, (max(1, arch.sms // size) for size in (16, 8, 4, 2))))
 
 
+def divided_keys(s: Shape, arch: Any, config: ClusterConfig, room: Clusters) -> tuple[ClusterConfig, str]:
+    """The configuration with what it leaves to the plan, and why the keys are divided so."""
+    window, heads, dim = window_of(s), s.batch * s.kv_heads, max(s.dim, s.value_dim)
+    seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
+    tile, why = cluster_tile(dim), ""
+    block_n, stages = config.block_n or tile.block_n, config.stages or tile.stages
+    parts, splits = config.parts, config.splits
+    ragged = s.lengths and s.batch > 1
+    if not parts and (heads > room.of_2 or (ragged and s.keys * heads * dim > CLUSTER_ROOM.value * arch.sms)):
+        size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024
+        tiles = [x for x in alone_tiles(dim) if config.block_n in (0, x.block_n)]
+        tiles = tiles or [CtaTile(block_n, stages, 1, MOST_OF_SM)]
+        chosen, splits = alone(heads, seen, size, tiles, ragged, max(1, arch.sms))
+        block_n, stages, parts = chosen.block_n, config.stages or chosen.stages, 1
+        each = f"{cdiv(cdiv(seen, block_n), splits) * block_n:,} keys at most"
+        why = (
+            f"lengths of batch rows may differ: CTAs alone have {each}"
+            if ragged
+            else f"only {room.of_2} clusters of 2 run at once: CTAs alone have {each}, by their predicted time"
+        )
+    elif not parts:
+        parts, splits = division(heads, cdiv(seen, block_n), arch, room)
+    return config._replace(block_n=block_n, stages=stages, parts=parts, splits=splits), why
+
+
+def alone(
+    heads: int, keys: int, size: float, tiles: Sequence[CtaTile], ragged: bool, sms: int
+) -> tuple[CtaTile, int]:  # fmt: skip
+    """The tile of CTAs that share nothing, and among how many of them the keys of a kv head are divided. heads: kv
+    heads of all batch rows. size: KB of a head's keys and values. ragged: batch rows may have few of their keys."""
+    if ragged:  # the longest row may keep the others waiting
+        most = max(1, cdiv(keys, tiles[0].block_n))
+        return tiles[0], min(most, max(cdiv(keys, ALONE_KEYS.value), sms // heads, 1))
+    made = [(x, n) for x in tiles for n in (1, 2, 4, 8) if n == 1 or n * x.block_n <= keys]
+    return min(made, key=lambda pair: alone_cost(heads, size, pair[1], pair[0], sms))
+
+
+def _number(splits: int, parts: int) -> str:
+    if parts == 1:
+        return "one CTA" if splits == 1 else f"{splits} CTAs"
+    return f"a cluster of {parts} CTAs" if splits == 1 else f"{splits} clusters of {parts} CTAs"
+
+
 @lru_cache(maxsize=1024)
 def hopper_cluster(s: Shape, arch: Any, config: ClusterConfig, clusters: Clusters | None = None) -> Plan:
-    """A cluster for each kv head of each batch row, whose CTAs share its keys."""
+    """A cluster for each kv head of each batch row, whose CTAs share its keys; CTAs alone where clusters do not fit."""
     if s.rows * s.tokens * s.keys == 0:
         return Plan("attention", "hopper_cluster", reasons=(NO_KEYS,))
     window = window_of(s)
+    config, why = divided_keys(s, arch, config, clusters or clusters_by_table(arch))
     parts, splits = config.parts, config.splits
-    if not parts:
-        seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
-        room = clusters or clusters_by_table(arch)
-        parts, splits = division(s.batch * s.kv_heads, cdiv(seen, config.block_n), arch, room)
     constants = {
         "GROUP": s.group, "LEFT": window.hides_left, "RIGHT": window.hides_right and window.right < s.tokens - 1,
         "R": 8 if s.group * s.tokens <= 8 else 16, "BN": config.block_n, "DIM": s.dim, "DIM_V": s.value_dim,
@@ -242,7 +291,8 @@ def hopper_cluster(s: Shape, arch: Any, config: ClusterConfig, clusters: Cluster
     )  # fmt: skip
     second = combine_few(s, arch, splits)
     reasons = [
-        f"{s.batch * s.kv_heads} kv heads, each the work of {splits} clusters of {parts} CTAs",
+        f"{s.batch * s.kv_heads} kv heads, each the work of {_number(splits, parts)}",
+        why,
         "" if clusters else "the driver was not asked how many clusters run at once",
         _combine_reason(second),
     ]

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from tilesmith.ops.attn.plan.configs import ClusterConfig, HopperConfig, HopperVjpConfig, SplitKvConfig
+from tilesmith.ops.attn.schedule import MOST_OF_SM, CtaTile
 
 
 class Threshold(NamedTuple):
@@ -327,6 +328,35 @@ CLUSTER = (
 )  # fmt: skip
 
 
+ALONE = (
+    Row({"dim": (None, 64)}, (CtaTile(128, 2, 3, 1.5),), "100 kv heads on 16k keys 99.0 us, with 3 stages 99.9"),
+    Row({"dim": (None, 128)}, (CtaTile(128, 2, 1, MOST_OF_SM), CtaTile(64, 2, 3, 1.5)),
+        "4k keys, 140 kv heads: 84.5 and 72.2 us, 512: 241.9 and 253.6, with 3 stages of 64 keys 80.3 and 242.8"),
+    Row({}, (CtaTile(64, 2, 1, MOST_OF_SM),), "80 kv heads on 4k keys 81.7 us; tiles of 32 keys do not compile"),
+)  # fmt: skip
+
+ALONE_KEYS = Threshold(
+    2048, "keys of a CTA where lengths of batch rows may differ",
+    "64 x 4k room, 8 kv heads, all full / one full / lengths drawn: 242.8 / 24.8 / 135.7 us, 1,024 keys 246.3 / 34.8 / "
+    "137.6, 4,096 keys 236.5 / 30.0 / 132.7; 30 x 16k, 4 kv heads, one full: 22.7, 1,024 keys 32.7, 4,096 keys 32.0",
+)  # fmt: skip
+
+CLUSTER_ROOM = Threshold(
+    32768, "columns of keys for each SM up to which clusters serve batch rows whose lengths may differ",
+    "one batch row may be full and the others empty, and its clusters are no larger for that",
+)  # fmt: skip
+
+
 def cluster(dims: Mapping[str, int], arch: Any, dtype: Any) -> ClusterConfig:
-    """The configuration of decode by clusters where no tuning row is near."""
-    return row_for(CLUSTER, {"dim": dims["dim"]}).config
+    """The configuration of decode by clusters where no tuning row is near: the plan finds it (`cluster_tile`)."""
+    return ClusterConfig(0, 0)
+
+
+def alone_tiles(dim: int) -> Sequence[CtaTile]:
+    """Tiles of decode by CTAs that share nothing; the first one is that of rows whose lengths may differ."""
+    return row_for(ALONE, {"dim": dim}).config
+
+
+def cluster_tile(dim: int) -> ClusterConfig:
+    """Tiles of decode by clusters."""
+    return row_for(CLUSTER, {"dim": dim}).config
