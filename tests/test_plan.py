@@ -8,9 +8,9 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilesmith
@@ -38,7 +38,7 @@ from tilesmith.ops.attn.plan.hopper_bands import WORKSPACE, bands, extent, works
 from tilesmith.ops.attn.plan.hopper_forward import divided, hopper_forward
 from tilesmith.ops.attn.plan.shape import window_of
 from tilesmith.ops.attn.plan.tables import FORWARD_TILES
-from tilesmith.ops.attn.schedule import CtaTile, alone_cost
+from tilesmith.ops.attn.schedule import CtaTile, keys_cost
 
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
 
@@ -988,14 +988,26 @@ def test_no_cta_waits_long_for_the_longest_row(batch, kv_heads, keys, dim):
         assert not few or splits * block > keys - block, plan  # the device is not left idle either
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 3000), st.floats(8, 1e6), st.integers(1, 8), st.sampled_from([(1, 2.45), (3, 1.5)]))
-def test_ctas_alone_are_predicted_no_faster_than_memory(heads, size, splits, kind):
-    """Nor slower than one after another on their SMs; and more heads never take less."""
+@needs_triton
+@pytest.mark.parametrize(("dim", "together"), [(96, False), (96, True), (128, False), (80, False), (64, False)])
+def test_keys_that_share_lines_with_another_head_are_read_by_plain_loads(dim, together):
+    k = torch.empty(9, 8, 4096, dim, dtype=torch.bfloat16)
+    if not together:
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    q = torch.empty(9, 32, 1, dim, dtype=torch.bfloat16)
+    told = str(tilesmith.explain("attention", q, k, k.clone(), Mask(causal=True), arch="sm90"))
+    shares = dim % 64 > 0 and not together
+    assert f"-> {'triton_split' if shares else 'hopper_cluster'}" in told and ("share lines" in told) == shares
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.integers(1, 3000), st.floats(8, 1e6), st.sampled_from([(1, 2.45), (3, 1.65)]))
+def test_ctas_alone_are_predicted_no_faster_than_memory(ctas, size, kind):
+    """Nor slower than one after another on their SMs; and more of them never take less."""
     tile = CtaTile(64, 2, *kind)
-    cost = partial(alone_cost, size=size, splits=splits, tile=tile, sms=132)
-    assert heads * size / 132 <= cost(heads) <= cost(heads + 1) * (1 + 1e-9)
-    assert cost(heads) <= 1.05 * (heads / 132 + tile.per_sm) * size + 64 * (heads * splits + 132) + 150
+    cost = partial(keys_cost, size=size, tile=tile, sms=132)
+    assert ctas * size / 132 <= cost(ctas) <= cost(ctas + 1) * (1 + 1e-9)
+    assert cost(ctas) <= 1.05 * (ctas / 132 + tile.per_sm) * size + 64 * (ctas / 132 + 1)
 
 
 @pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))

@@ -46,24 +46,23 @@ class CtaTile(NamedTuple):
     most: float
 
 
-def alone_cost(heads: int, size: float, splits: int, tile: CtaTile, sms: int) -> float:
-    """The predicted time of CTAs that read the keys and values of one kv head, or of a split of it, in KB that an SM
-    reads when all are busy. size: KB of a head."""
-    ctas, slots = heads * splits, sms * tile.per_sm
+def keys_cost(ctas: int, size: float, tile: CtaTile, sms: int) -> float:
+    """The predicted time of so many CTAs that read keys and values, in KB that an SM reads when all are busy. size: KB
+    of a CTA."""
+    slots = sms * tile.per_sm
     rest = ctas % slots
     last = max(rest / sms, 1 / tile.most, cdiv(rest, sms) / MOST_OF_SM) if rest else 0.0
     shared = 1.0 if tile.per_sm == 1 else SEVERAL
-    walk = (ctas // slots * tile.per_sm + last) * size / splits * shared
-    return walk + START_KB * cdiv(ctas, slots) + (COMBINE_KB if splits > 1 else 0)
+    return (ctas // slots * tile.per_sm + last) * size * shared + START_KB * cdiv(ctas, slots)
 
 
 MOST_OF_SM = 2.45
-"""How much an SM reads when others are idle, by its share of the bandwidth when all are busy. These four are fitted to
-36 calls of an H200, where a share is 35 GB/s: the choice loses 1 % of the best of four tiles and six divisions, 5 % at
-most."""
+"""How much an SM reads when others are idle, by its share of the bandwidth when all are busy. These four and the tiles'
+are fitted to 70 calls of an H200, where a share is 35 GB/s: what is chosen by them loses 1 % of the best of four tiles
+and six divisions, 5 % at most."""
 SEVERAL = 1.05  # times what one CTA an SM takes: the SMs' loads differ
 START_KB = 64  # of a CTA
-COMBINE_KB = 150  # of a second launch
+COMBINE_KB = 90  # of a second launch
 
 
 def run_of(choices: Sequence[int], more: int, blocks: int, rows: int, sms: int) -> int:

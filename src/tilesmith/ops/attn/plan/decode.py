@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from tilesmith.engine.launcher import cdiv, next_power_of_2
@@ -21,7 +22,7 @@ from tilesmith.ops.attn.plan.tables import (
     alone_tiles,
     cluster_tile,
 )
-from tilesmith.ops.attn.schedule import MOST_OF_SM, CtaTile, alone_cost, splits_of
+from tilesmith.ops.attn.schedule import COMBINE_KB, MOST_OF_SM, CtaTile, keys_cost, splits_of
 
 
 class Clusters(NamedTuple):
@@ -224,37 +225,45 @@ def divided_keys(s: Shape, arch: Any, config: ClusterConfig, room: Clusters) -> 
     """The configuration with what it leaves to the plan, and why the keys are divided so."""
     window, heads, dim = window_of(s), s.batch * s.kv_heads, max(s.dim, s.value_dim)
     seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
-    tile, why = cluster_tile(dim), ""
+    tile, sms = cluster_tile(dim), max(1, arch.sms)
     block_n, stages = config.block_n or tile.block_n, config.stages or tile.stages
-    parts, splits = config.parts, config.splits
-    ragged = s.lengths and s.batch > 1
-    if not parts and (heads > room.of_2 or (ragged and s.keys * heads * dim > CLUSTER_ROOM.value * arch.sms)):
-        size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024
-        tiles = [x for x in alone_tiles(dim) if config.block_n in (0, x.block_n)]
-        tiles = tiles or [CtaTile(block_n, stages, 1, MOST_OF_SM)]
-        chosen, splits = alone(heads, seen, size, tiles, ragged, max(1, arch.sms))
-        block_n, stages, parts = chosen.block_n, config.stages or chosen.stages, 1
-        each = f"{cdiv(cdiv(seen, block_n), splits) * block_n:,} keys at most"
-        why = (
-            f"lengths of batch rows may differ: CTAs alone have {each}"
-            if ragged
-            else f"only {room.of_2} clusters of 2 run at once: CTAs alone have {each}, by their predicted time"
-        )
-    elif not parts:
-        parts, splits = division(heads, cdiv(seen, block_n), arch, room)
-    return config._replace(block_n=block_n, stages=stages, parts=parts, splits=splits), why
+    if config.parts:
+        return config._replace(block_n=block_n, stages=stages), ""
+    size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024  # KB of a kv head
+    tiles = [x for x in alone_tiles(dim) if config.block_n in (0, x.block_n)]
+    tiles = tiles or [CtaTile(block_n, stages, 1, MOST_OF_SM)]
+    ragged, why, clusters = s.lengths and s.batch > 1, "", None
+    if heads > room.of_2:
+        why = f"only {room.of_2} clusters of 2 run at once: CTAs alone, as their predicted time says"
+    elif ragged and s.keys * heads * dim > CLUSTER_ROOM.value * sms:
+        why = f"lengths of batch rows may differ in much room: CTAs alone have {ALONE_KEYS.value:,} keys at most"
+    else:
+        clusters = division(heads, cdiv(seen, block_n), arch, room)
+    if clusters is None or (clusters[0] > 1 and not s.lengths):
+        chosen, splits, cost = alone(heads, seen, size, tiles, ragged, sms)
+        in_cluster = CtaTile(block_n, stages, 1, tiles[0].most)
+        if clusters is None or cost < keys_cost(heads * clusters[0], size / clusters[0], in_cluster, sms):
+            why = why or "too few CTAs in clusters to keep memory busy: CTAs alone, as their predicted time says"
+            block_n, stages, clusters = chosen.block_n, config.stages or chosen.stages, (1, splits)
+    return config._replace(block_n=block_n, stages=stages, parts=clusters[0], splits=clusters[1]), why
 
 
 def alone(
     heads: int, keys: int, size: float, tiles: Sequence[CtaTile], ragged: bool, sms: int
-) -> tuple[CtaTile, int]:  # fmt: skip
-    """The tile of CTAs that share nothing, and among how many of them the keys of a kv head are divided. heads: kv
-    heads of all batch rows. size: KB of a head's keys and values. ragged: batch rows may have few of their keys."""
+) -> tuple[CtaTile, int, float]:  # fmt: skip
+    """The tile of CTAs that share nothing, among how many of them the keys of a kv head are divided, and their
+    predicted time. heads: kv heads of all batch rows. size: KB of a head's keys and values. ragged: batch rows may have
+    few of their keys."""
+
+    def cost(tile: CtaTile, splits: int) -> float:
+        return keys_cost(heads * splits, size / splits, tile, sms) + (COMBINE_KB if splits > 1 else 0)
+
     if ragged:  # the longest row may keep the others waiting
         most = max(1, cdiv(keys, tiles[0].block_n))
-        return tiles[0], min(most, max(cdiv(keys, ALONE_KEYS.value), sms // heads, 1))
-    made = [(x, n) for x in tiles for n in (1, 2, 4, 8) if n == 1 or n * x.block_n <= keys]
-    return min(made, key=lambda pair: alone_cost(heads, size, pair[1], pair[0], sms))
+        splits = min(most, max(cdiv(keys, ALONE_KEYS.value), sms // heads, 1))
+        return tiles[0], splits, cost(tiles[0], splits)
+    made = [(x, n) for x in tiles for n in (1, 2, 4, 8, 16, 32, 64) if n == 1 or n * x.block_n <= keys]
+    return min(((*pair, cost(*pair)) for pair in made), key=itemgetter(2))
 
 
 def _number(splits: int, parts: int) -> str:
