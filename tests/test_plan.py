@@ -989,14 +989,26 @@ def test_no_cta_waits_long_for_the_longest_row(batch, kv_heads, keys, dim):
 
 
 @needs_triton
-@pytest.mark.parametrize(("dim", "together"), [(96, False), (96, True), (128, False), (80, False), (64, False)])
-def test_keys_that_share_lines_with_another_head_are_read_by_plain_loads(dim, together):
-    k = torch.empty(9, 8, 4096, dim, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dim", "together", "batch", "keys"),
+    [
+        (96, False, 9, 4096),
+        (96, True, 9, 4096),  # a head's keys lie together
+        (128, False, 9, 4096),
+        (64, False, 9, 4096),
+        (80, False, 9, 4096),
+        (80, False, 9, 1024),  # all are read at nearly the same time
+        (80, False, 1, 16_384),  # by 16 CTAs a head
+        (80, False, 8, 16_384),
+    ],
+)
+def test_keys_that_share_lines_with_another_head_are_read_by_plain_loads(dim, together, batch, keys):
+    k = torch.empty(batch, 8, keys, dim, dtype=torch.bfloat16)
     if not together:
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    q = torch.empty(9, 32, 1, dim, dtype=torch.bfloat16)
+    q = torch.empty(batch, 32, 1, dim, dtype=torch.bfloat16)
     told = str(tilesmith.explain("attention", q, k, k.clone(), Mask(causal=True), arch="sm90"))
-    shares = dim % 64 > 0 and not together
+    shares = dim % 64 > 0 and not together and keys * min(132, batch * 8) > 2048 * 132
     assert f"-> {'triton_split' if shares else 'hopper_cluster'}" in told and ("share lines" in told) == shares
 
 

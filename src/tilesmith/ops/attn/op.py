@@ -56,8 +56,8 @@ def describe_attention(op_name: str, function):
     of q, k and v are: 0 none are given, -1 all, 1 or 128. across: whether the keys of a column of v lie side by side.
     aligned: whether S - T is a multiple of 128. pairs: kv heads of all batch rows, rounded up to a power of two, at
     most 65,536. shared: whether v is the first columns of k, in memory. scattered: whether query rows leave tiles of 64
-    more than half empty (`plan.decode`). beside: whether a key shares a line of 128 bytes with that of another kv head.
-    Lengths of documents are left out: they differ from step to step.
+    more than half empty (`plan.decode`). beside: whether a key shares a line of 128 bytes with that of another kv head,
+    and an SM has more than 2,048 keys. Lengths of documents are left out: they differ from step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
@@ -90,6 +90,7 @@ def describe_attention(op_name: str, function):
         pairs = min(65_536, 1 << max(q.shape[0] * k.shape[1] - 1, 0).bit_length())
         across, shared = v.stride(2) == 1, values_in_keys(k, v)
         beside = k.stride(1) < k.stride(2) and k.stride(1) * k.element_size() % 128 > 0
+        beside = beside and k.shape[2] * min(places, q.shape[0] * k.shape[1]) > 2048 * places
         facts = rows, filled, page_size, capped, cached, factors, across, aligned, pairs, shared, spread, beside
         return kind(*found, *facts)
 

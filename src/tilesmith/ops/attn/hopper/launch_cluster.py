@@ -56,8 +56,8 @@ def rejects(call) -> list[str]:
         reasons.append("S is less than 4 T: this kernel is for a cache")
     # H200, caches [B, S, H, D], 1 token, triton_split's time to this kernel's: 32 heads of 96 on 13 x 4k / 16k / 64k
     # keys 1.02 / .93 / .78, 8 heads of 80 on 30 x 16k .87; where a head's keys lie together 1.19 / 1.24 on 16k / 64k.
-    if call.beside and call.pairs > 64:
-        reasons.append("keys of two heads share lines of memory, which CTAs of both read at different times")
+    if call.beside:
+        reasons.append("many keys of two heads share lines of memory, which CTAs of both read at different times")
     if call.pairs > 32_768:
         reasons.append("more than 32,768 kv heads of all batch rows, of which a dim of the grid may have to count all")
     return reasons
