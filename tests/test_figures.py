@@ -280,7 +280,7 @@ SAID = [
         ],
     ),
     Said("docs/models.md", "takes the device {:.1f} ms and the host {:.1f}, more than the plain model", _bert),
-    Said(BENCH, "54 calls): {:.2f} and {:.2f}.", lambda: _zoo("attention-decode-zoo", "forward")),
+    Said(BENCH, "32 calls): {:.2f} and {:.2f}", lambda: _zoo("attention-decode-zoo", "forward")),
     Said(BENCH, "takes {:.2f} times as long in the geometric mean and {:.2f} at most", _beside_products),
     *(
         Said(f"{GUIDES}/adaptive-precision.md", f"| {bits} {ROW}", lambda bits=bits: _packed(bits))
