@@ -240,13 +240,37 @@ def _told_who_waits(told):
     return later
 
 
+class _KeptStreams:
+    """torch for `signals` on a GPU of all ranks, of which each has the same streams in all tests. New ones may share a
+    queue of the hardware with those of the other rank, where one that waits for a flag keeps it from being raised."""
+
+    made: ClassVar = {}
+
+    def __init__(self, module=torch):
+        self._module = module
+
+    def __getattr__(self, name):
+        if name == "Stream":
+            return self._stream
+        found = getattr(self._module, name)
+        return _KeptStreams(found) if name == "cuda" else found
+
+    def _stream(self, device, priority=0):
+        key = _mine.rank, priority
+        if key not in self.made:
+            self.made[key] = torch.cuda.Stream(device, priority=priority)
+        return self.made[key]
+
+
 def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "host", gpu=None):
     """work(rank, memory of the rank, gather), in a thread for each rank; what each returned or raised. gpu: the device
     whose own streams, and whose driver, all ranks use."""
     world = World(size)
     symmetric = types.SimpleNamespace(empty=allocate, rendezvous=world.rendezvous)
     monkeypatch.setattr(peer_memory, "symmetric_memory", lambda: symmetric)
-    if gpu is None:
+    if gpu is not None:
+        monkeypatch.setattr(signals, "torch", _KeptStreams())
+    else:
         for module in (peer_memory, signals):
             monkeypatch.setattr(module, "torch", _Torch())
         monkeypatch.setattr(peer_memory, "driver", lambda: world)
@@ -262,8 +286,8 @@ def run(monkeypatch, size, work, allocate=torch.empty, identity=lambda device: "
     groups = [Group(world, rank) for rank in range(size)]
 
     def begin(rank):
-        _mine.waits = world.waits[rank]
-        own = contextlib.nullcontext() if gpu is None else torch.cuda.stream(torch.cuda.Stream(gpu))
+        _mine.waits, _mine.rank = world.waits[rank], rank
+        own = contextlib.nullcontext() if gpu is None else torch.cuda.stream(_KeptStreams().Stream(gpu))
         try:
             with own:
                 gather = lambda value: world.gather(rank, value)  # noqa: E731
