@@ -1,5 +1,6 @@
 """Where tests run: on a CPU, Triton kernels run in Triton's interpreter, which must be asked for before the import."""
 
+import gc
 import os
 import sys
 import zlib
@@ -32,6 +33,18 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     torch.set_num_threads(1)
     interpreter.mend()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is collected lives to the end, half a million objects: the garbage collector leaves it alone from the start,
+    as it would look through all of it dozens of times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
