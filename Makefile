@@ -8,8 +8,12 @@ ARGS ?=
 
 venv := .venv
 bin := $(venv)/bin
-pip := $(bin)/python -m pip --disable-pip-version-check
-pytest_env := OMP_NUM_THREADS=1 TILESMITH_REQUIRE_ALL=$(REQUIRE_ALL)
+# pip would compile 14,000 files on one core; compileall takes all of them, and passes over what is for a newer Python
+install := $(bin)/python -m pip --disable-pip-version-check install --quiet --no-compile
+compile := $(bin)/python -m compileall -qq -j 0 $(venv)/lib || true
+# Tests start many processes: where bytecode may not be kept, each would compile what it imports anew.
+tests_env := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+pytest_env := $(tests_env) TILESMITH_REQUIRE_ALL=$(REQUIRE_ALL)
 gpu_tools := $(foreach tool,nvidia-smi rocminfo xpu-smi,$(shell command -v $(tool)))
 # Without a GPU the CPU build is taken (a tenth of the size); an index that does not answer is only a warning.
 cpu_index := $(if $(gpu_tools),,--extra-index-url https://download.pytorch.org/whl/cpu)
@@ -30,9 +34,9 @@ asking_triton := $(addprefix tests/test_,offline.py philox.py replay.py tile_pin
   attention_fp8.py::test_kernels_for_sixteen_bits_serve_what_they_are_handed \
   explain.py::test_linear_cross_entropy_on_hopper_tells_its_way)
 test-bare: $(venv)/installed-dev
-	@OMP_NUM_THREADS=1 $(bin)/python tests/bare.py vulkan chromium g++ -- -q -n $(WORKERS) $(asking) \
+	@$(tests_env) $(bin)/python tests/bare.py vulkan chromium g++ -- -q -n $(WORKERS) $(asking) \
 	  -k "swiglu or attention or wgsl_runs or accepts_metal or naga or the_page" $(ARGS)
-	@OMP_NUM_THREADS=1 $(bin)/python tests/bare.py vulkan opengl chromium g++ triton compilers -- -q -n $(WORKERS) \
+	@$(tests_env) $(bin)/python tests/bare.py vulkan opengl chromium g++ triton compilers -- -q -n $(WORKERS) \
 	  $(asking) $(asking_triton) -k "not golden and not values_and_gradients" $(ARGS)
 
 # GPU_WORKERS processes, spread over the GPUs there are; then the cases that fill a GPU's memory, LARGE_WORKERS (one a GPU)
@@ -43,7 +47,7 @@ test-gpu:
 # Every model of transformers that tests/all_families.py can build, at a tiny size, plain, optimised and undone; ARGS names
 # tasks and families
 families: $(venv)/installed-dev
-	@OMP_NUM_THREADS=1 $(bin)/python tests/all_families.py $(ARGS)
+	@$(tests_env) $(bin)/python tests/all_families.py $(ARGS)
 
 # What asks for releases of its own of torch or transformers: training by it with and without ours, in an environment for
 # each under build/; ARGS=torchtitan for one of them
@@ -56,7 +60,7 @@ integration-%:
 	@$(PYTHON) -m venv build/integrations/$*
 	@build/integrations/$*/bin/python -m pip --disable-pip-version-check install --quiet $(cpu_index) $(needs_$*) \
 	  --editable . pytest pytest-timeout
-	@OMP_NUM_THREADS=1 build/integrations/$*/bin/python -m pytest -q -W ignore tests/test_trainers.py tests/test_integrations.py \
+	@$(tests_env) build/integrations/$*/bin/python -m pytest -q -W ignore tests/test_trainers.py tests/test_integrations.py \
 	  -k "$*"
 
 # memory accesses and barriers of Hopper's kernels, in processes beside one another
@@ -90,18 +94,21 @@ $(venv)/created:
 	@touch $@
 
 $(venv)/installed-torch: $(venv)/created
-	@$(pip) install --quiet $(cpu_index) '$(TORCH)'
+	@$(install) $(cpu_index) '$(TORCH)'
 	@touch $@
 
 $(venv)/installed-demo: $(venv)/installed-torch pyproject.toml
-	@$(pip) install --quiet --editable '.[cli,hf,bench]'
+	@$(install) --editable '.[cli,hf,bench]'
+	@$(compile)
 	@touch $@
 
 $(venv)/installed-dev: $(venv)/installed-torch pyproject.toml
-	@$(pip) install --quiet --editable '.[dev]'
-	@$(bin)/python -c 'import triton' 2>/dev/null || $(pip) install --quiet --editable '.[interpreter]'
+	@$(install) --editable '.[dev]'
+	@$(bin)/python -c 'import triton' 2>/dev/null || $(install) --editable '.[interpreter]'
+	@$(compile)
 	@touch $@ $(venv)/installed-demo
 
 $(venv)/installed-docs: $(venv)/installed-torch pyproject.toml
-	@$(pip) install --quiet --editable '.[docs]'
+	@$(install) --editable '.[docs]'
+	@$(compile)
 	@touch $@

@@ -97,7 +97,8 @@ FAMILIES = {
         "DeepseekV3Config", "DeepseekV3ForCausalLM", 2, 4096,
         {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 1024, "num_hidden_layers": 4,
          "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 32,
-         "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "vocab_size": 129280},
+         "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "vocab_size": 129280,
+         "q_lora_rank": 1536, "kv_lora_rank": 512},
     ),
     "gpt2-medium": Family(
         "GPT2Config", "GPT2LMHeadModel", 8, 1024, {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50257}
@@ -119,7 +120,7 @@ TINY = {
     "n_embd": 64, "n_layer": 2, "n_head": 4, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
     "num_mel_bins": 16, "max_source_positions": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1,
+    "decoder_start_token_id": 1, "q_lora_rank": 48, "kv_lora_rank": 32,
 }  # fmt: skip
 
 

@@ -928,8 +928,10 @@ def test_steps_of_windows_are_those_of_the_busiest_consumer():
                 met = set()
                 for query in range(tile * block_m + c * part, min(tile * block_m + (c + 1) * part, tokens)):
                     at = query + keys - tokens
+                    first = max(at - left, 0)
                     end = keys if right is None else min(keys, at + right + 1)
-                    met |= {(key - begin) // block_n for key in range(max(at - left, 0), end)}
+                    if first < end:  # keys in a row are in blocks in a row
+                        met.update(range((first - begin) // block_n, (end - 1 - begin) // block_n + 1))
                 counts.append(len(met))
             assert steps == (max(counts) if skips else all_blocks[tile]) and steps <= all_blocks[tile]
             skipped += steps < all_blocks[tile]
