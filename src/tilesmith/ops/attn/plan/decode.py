@@ -222,30 +222,33 @@ def clusters_by_table(arch: Any) -> Clusters:
 
 
 def divided_keys(s: Shape, arch: Any, config: ClusterConfig, room: Clusters) -> tuple[ClusterConfig, str]:
-    """The configuration with what it leaves to the plan, and why the keys are divided so."""
+    """The configuration with what it leaves to the plan, and why CTAs are alone, if they are."""
     window, heads, dim = window_of(s), s.batch * s.kv_heads, max(s.dim, s.value_dim)
     seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
     tile, sms = cluster_tile(dim), max(1, arch.sms)
-    block_n, stages = config.block_n or tile.block_n, config.stages or tile.stages
+    found = config._replace(block_n=config.block_n or tile.block_n, stages=config.stages or tile.stages)
     if config.parts:
-        return config._replace(block_n=block_n, stages=stages), ""
-    size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024  # KB of a kv head
-    tiles = [x for x in alone_tiles(dim) if config.block_n in (0, x.block_n)]
-    tiles = tiles or [CtaTile(block_n, stages, 1, MOST_OF_SM)]
-    ragged, why, clusters = s.lengths and s.batch > 1, "", None
+        return found, ""
+    ragged, parts = s.lengths and s.batch > 1, 0
     if heads > room.of_2:
         why = f"only {room.of_2} clusters of 2 run at once: CTAs alone, as their predicted time says"
     elif ragged and s.keys * heads * dim > CLUSTER_ROOM.value * sms:
         why = f"lengths of batch rows may differ in much room: CTAs alone have {ALONE_KEYS.value:,} keys at most"
     else:
-        clusters = division(heads, cdiv(seen, block_n), arch, room)
-    if clusters is None or (clusters[0] > 1 and not s.lengths):
-        chosen, splits, cost = alone(heads, seen, size, tiles, ragged, sms)
-        in_cluster = CtaTile(block_n, stages, 1, tiles[0].most)
-        if clusters is None or cost < keys_cost(heads * clusters[0], size / clusters[0], in_cluster, sms):
-            why = why or "too few CTAs in clusters to keep memory busy: CTAs alone, as their predicted time says"
-            block_n, stages, clusters = chosen.block_n, config.stages or chosen.stages, (1, splits)
-    return config._replace(block_n=block_n, stages=stages, parts=clusters[0], splits=clusters[1]), why
+        why = "too few CTAs in clusters to keep memory busy: CTAs alone, as their predicted time says"
+        parts, splits = division(heads, cdiv(seen, found.block_n), arch, room)
+        if parts == 1 or s.lengths:  # of which a call may have few
+            return found._replace(parts=parts, splits=splits), ""
+    size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024  # KB of a kv head
+    tiles = [x for x in alone_tiles(dim) if config.block_n in (0, x.block_n)]
+    tiles = tiles or [CtaTile(found.block_n, found.stages, 1, MOST_OF_SM)]
+    chosen, splits, cost = alone(heads, seen, size, tiles, ragged, sms)
+    if parts:
+        one = CtaTile(found.block_n, found.stages, 1, tiles[0].most)
+        if keys_cost(heads * parts, size / parts, one, sms) <= cost:
+            return found._replace(parts=parts, splits=1), ""
+    stages = config.stages or chosen.stages
+    return found._replace(block_n=chosen.block_n, stages=stages, parts=1, splits=splits), why
 
 
 def alone(
