@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tilesmith.engine.arguments import shown, suggestion
+from tilesmith.engine.families import ops
 from tilesmith.engine.kernel import Kernel, accept, as_output, lines_of, silent
 from tilesmith.engine.op import Op
-from tilesmith.engine.registry import PLAIN, ops
+from tilesmith.engine.registry import PLAIN
 from tilesmith.engine.rehearsal import rehearsed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
