@@ -642,6 +642,8 @@ def test_create_fp8_trainer_raises_early():
     with pytest.raises(ValueError, match="swapped"):
         create_fp8_trainer(_stack(), FP8Format.E5M2, FP8Format.E4M3)
     trainer = create_fp8_trainer(_stack())
+    with pytest.raises(ValueError, match=r"eligible \(the model: in_features is 8; multiples of 16 are supported\)"):
+        convert_model_to_fp8(torch.nn.Linear(8, 8))
     with pytest.raises(ValueError, match="no linear layer is eligible.*FP8TrainingEngine.*min_features"):
         trainer.setup_fp8_training()
 

@@ -77,7 +77,7 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     config = replace(config, module_filter_fn=None)  # layers keep it, and a function may not be one to be pickled
     rows += more
     if not chosen and not stacks:
-        reasons = "; ".join(f"{row.fqn}: {row.reason}" for row in rows[:5]) or "it has none"
+        reasons = "; ".join(f"{row.fqn or 'the model'}: {row.reason}" for row in rows[:5]) or "it has none"
         raise ValueError(
             f"convert_model_to_fp8: no linear layer is eligible ({reasons}); pass another FP8Config, to "
             "convert_model_to_fp8 or to FP8TrainingEngine, with min_features or module_filter_fn"
