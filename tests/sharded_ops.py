@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tilesmith import ops
-from tilesmith.engine.registry import ops as registered
+from tilesmith.engine.families import ops as registered
 
 
 def _compare(mesh, op, tensors, placements, gathers=False, **more):

@@ -76,6 +76,17 @@ def test_panels_can_be_chosen():
         sweep.run("rms_norm", "columns", CPU, torch.float32, named=("wide",), **named)
 
 
+def test_who_was_measured_nowhere_is_said_in_a_word(capsys):
+    bench_command = pytest.importorskip("tilesmith.cli.bench")
+    errors = [{"case": f"{n} rows", "provider": "liger", "pass": "forward", "error": "not installed"} for n in (1, 2)]
+    found = {"subject": "silu", "hardware": {"name": "cpu"}, "rows": errors}
+    bench_command._show(found)
+    bench_command._show({**found, "rows": [*errors, {**errors[0], "case": "3 rows", "provider": "quack"}]})
+    told = " ".join(capsys.readouterr().out.split())
+    assert "not measured: liger: not installed (all 2 cases)" in told
+    assert "not measured: liger: not installed (1 rows, 2 rows)" in told and "quack: not installed (3 rows)" in told
+
+
 def test_what_cannot_be_swept_is_said():
     with pytest.raises(ValueError, match="rms_norm cannot be swept along vocabulary; it has: columns, tokens"):
         sweep.run("rms_norm", "vocabulary", CPU, torch.float32, command="x")

@@ -219,6 +219,7 @@ def test_explain_takes_shapes_and_values():
         ),
         (("bench", "model", "--case", "small", "--device", "cpu"), "--case is for ops, ops with"),
         (("bench", "attention", "--sweep", "tokens", "--case", "windo", "--device", "cpu"), "has no panel 'windo'"),
+        (("bench", OP, "--sweep", "tokens=4,x"), "--sweep tokens=4,x: values must be whole numbers, as in tokens=512"),
         (("bench", "model", "--zoo", "3", "--device", "cpu"), "--zoo: model cannot be drawn from models; ops that can"),
         (("bench", "host", "--zoo", "3"), "--zoo: host cannot be drawn from models"),
         (("bench", "context-parallel", "--zoo", "3"), "--zoo: context-parallel cannot be drawn from models"),
@@ -404,6 +405,15 @@ def test_explain_starts_from_a_call_of_the_benchmark(missing):
     assert code == 0 and "The sizes are those of the small test case small" in output
     code, output = run("explain", "attention", "--arch", "sm80", "--case", "causal")
     assert code == 0 and "for your own call" not in output
+
+
+def test_explain_says_what_it_took_from_an_example_and_where_there_is_none():
+    code, output = run("explain", "rms_norm", "--device", "cpu", "--shape", "x=4x64")
+    assert code == 2 and "From the op's example, since no --shape gives it: weight 33" in " ".join(output.split())
+    code, output = run("explain", "rms_norm", "--device", "cpu", "--shape", "x=4x64", "--shape", "weight=63")
+    assert code == 2 and "From the op's example" not in output
+    code, output = run("explain", "rms_norm_vjp", "--device", "cpu")
+    assert code == 2 and "`tilesmith explain rms_norm` explains it with the forward" in " ".join(output.split())
 
 
 def _explained(*sizes: str, arch: str = "sm80") -> str:

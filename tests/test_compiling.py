@@ -185,7 +185,7 @@ def test_what_is_told():
     assert "Compiled blocks: none has run yet" in report
     model(torch.randn(2, 8, requires_grad=True))
     text = str(model.tilesmith_report)
-    assert f"Compiled blocks: 3 calls, 1 graphs compiled in {_regions(model).seconds:.1f} s" in text
+    assert f"Compiled blocks: 3 calls, 1 graph compiled in {_regions(model).seconds:.1f} s" in text
     assert "none of ours outside of compiled or recorded blocks, in which they are not counted" in " ".join(
         text.split()
     )

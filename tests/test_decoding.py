@@ -300,7 +300,7 @@ def test_other_calls_run_as_before(why):
     assert torch.equal(*(x if isinstance(x, torch.Tensor) else x.sequences for x in (wanted, found)))
     record = _record(model)
     assert not record.calls and [w.startswith(why) for w in record.plain] == ([True] if why else [])
-    assert not why or f"generate ran as before 1 times: {why}" in " ".join(str(model.tilesmith_report).split())
+    assert not why or f"generate ran as before 1 time: {why}" in " ".join(str(model.tilesmith_report).split())
 
 
 def test_a_call_within_a_call():

@@ -76,6 +76,13 @@ def test_python_runs(title, code, as_before):
     exec(compile(code, title, "exec"), _small())
 
 
+@each_page
+def test_python_needs_no_tool_of_the_tests(page):
+    """A reader has what `pip install` of the README brings."""
+    code = "\n".join(_program(page))
+    assert not re.search(r"^\s*(import|from) (pytest|hypothesis)\b", code, re.MULTILINE)
+
+
 def _guides() -> list[Path]:
     """Pages whose Python is one program, to be pasted block after block. Others have a test of their own."""
     elsewhere = {

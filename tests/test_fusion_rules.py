@@ -178,7 +178,9 @@ def test_refusals_advise_what_works():
     ours = tnn.Decoder(tnn.DecoderConfig(64, 16, 24, 2, 2))
     with pytest.raises(ValueError, match="run the library's ops already; .*OptimizationLevel.AGGRESSIVE") as refused:
         create_unified_attention_fusion(ours)
-    assert "looks for" not in str(refused.value)
+    assert "no module is one for" not in str(refused.value)
+    with pytest.raises(ValueError, match="TransformerEncoderLayer: no module is one for the rule pack; use .*BALANCED"):
+        create_unified_attention_fusion(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), ATTENTION, AGGRESSIVE)
     create_unified_attention_fusion(ours, FULL, AGGRESSIVE)
 
 

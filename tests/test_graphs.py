@@ -294,7 +294,7 @@ def test_results_that_are_kept_are_not_overwritten(how, together, monkeypatch):
         torch.testing.assert_close(found, wanted)
     assert record_of(model).copied == 1 and record_of(model).replays == 18
     assert (
-        "All recorded again because a caller kept results, which are copied from then on: 1 times"
+        "All recorded again because a caller kept results, which are copied from then on: 1 time"
         in record_of(model).told()
     )
 

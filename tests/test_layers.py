@@ -101,6 +101,45 @@ def test_nobody_imports_a_door(path):
     assert all(alias.name != "tilesmith" for node in plain for alias in node.names)
 
 
+def _by_name(path: Path) -> set[str]:
+    """Modules that a file imports by a constant name."""
+    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and len(n.args) == 1]
+    named = [n.args[0] for n in calls if ast.unparse(n.func) in ("importlib.import_module", "imported")]
+    return {n.value for n in named if isinstance(n, ast.Constant)}
+
+
+def _circle(imports: dict[str, set[str]]) -> list[str] | None:
+    """Modules each of which imports the next, and the last the first, if there are any."""
+    left = dict(imports)
+    while True:  # what imports nothing that is left is in no circle
+        free = {name for name, targets in left.items() if not targets & left.keys()}
+        if not free:
+            break
+        left = {name: targets for name, targets in left.items() if name not in free}
+    seen, name = [], min(left, default=None)
+    while name is not None and name not in seen:
+        seen.append(name)
+        name = min(left[name] & left.keys())
+    return seen[seen.index(name) :] if seen else None
+
+
+def test_a_circle_of_imports_is_found():
+    assert _circle({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_no_circles_of_imports():
+    """Those in functions, for type checkers only, and by name count as well."""
+    names = {_module(path) for path in SOURCES}
+    imports = {}
+    for path in SOURCES:
+        found = (_imports(path) | _by_name(path)) & names - {_module(path)}
+        # a package is meant itself only where none of its modules is: `from tilesmith.engine import trial`
+        packages = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
+        imports[_module(path)] = found - packages
+    assert _circle(imports) is None
+
+
 @pytest.mark.parametrize("path", [p for p in SOURCES if _backend(_module(p))], ids=_module)
 def test_backends_never_import_one_another(path):
     assert not {n for n in _imports(path) if _backend(n) not in (None, _backend(_module(path)))}

@@ -216,7 +216,7 @@ def test_a_pytorch_without_factors_of_rows_is_told_and_replaced(recipe, monkeypa
     plain = nn.Linear(64, 96)
     model = convert_model_to_fp8(nn.Sequential(copy.deepcopy(plain)), _config(recipe))
     row = model.fp8_report.rows[0]
-    assert row.action == "replaced" and row.reason.startswith("its products are emulated in fp32")
+    assert row.action == "replaced" and row.reason.startswith("products are emulated in fp32")
     x, dy = torch.randn(32, 64), torch.randn(32, 96)
     expected = _gradients(nn.Sequential(plain), x, dy)
     for name, value in _gradients(model, x, dy).items():
@@ -642,6 +642,8 @@ def test_create_fp8_trainer_raises_early():
     with pytest.raises(ValueError, match="swapped"):
         create_fp8_trainer(_stack(), FP8Format.E5M2, FP8Format.E4M3)
     trainer = create_fp8_trainer(_stack())
+    with pytest.raises(ValueError, match=r"eligible \(the model: in_features is 8; multiples of 16 are supported\)"):
+        convert_model_to_fp8(torch.nn.Linear(8, 8))
     with pytest.raises(ValueError, match="no linear layer is eligible.*FP8TrainingEngine.*min_features"):
         trainer.setup_fp8_training()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import tilesmith
 from tilesmith import rewrite
 from tilesmith.rewrite import probe
 from tilesmith.rewrite.report import Report, Row
@@ -164,6 +165,16 @@ def test_a_failing_rule_leaves_the_model_as_it_was():
     with pytest.raises(KeyError):
         rewrite.rewrite(model, [NegateScales(), Broken()])
     assert type(model.first) is Scale and type(model.second) is Scale
+
+
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 8))])
+def test_what_torchscript_compiled_stays(compiled):
+    part = compiled(nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)))
+    model = tilesmith.optimize(nn.Sequential(part, nn.RMSNorm(8)))
+    assert [row.fqn for row in model.tilesmith_report.replaced] == ["1"]
+    assert "RMSNorm (TorchScript)" in str(model.tilesmith_report)
+    assert "0 replaced" in str(tilesmith.optimize(part).tilesmith_report)
+    assert tilesmith.undo(model)(torch.ones(2, 8)).shape == (2, 8)
 
 
 def test_excluded_modules_stay():

@@ -17,7 +17,8 @@ import torch
 from torch import nn as torch_nn
 
 import tilesmith
-from tilesmith import attention, nn, ops, precision, settings
+from tilesmith import attention, codegen, nn, ops, precision, settings
+from tilesmith.codegen.types import KernelError
 from tilesmith.hardware import arch_named
 
 X, W, VECTOR = torch.randn(2, 5, 8), torch.randn(11, 8), torch.randn(8)
@@ -54,6 +55,11 @@ def _within(**bounds):
 
 
 ATTENTION = [
+    (
+        "window left",
+        lambda: ops.attention(Q, K, K, window_left=8),
+        "attention has no argument window_left (got int 8): write mask=Mask(window=(left, right))",
+    ),
     (
         "causal",
         lambda: ops.attention(Q, K, K, causal=True),
@@ -130,6 +136,12 @@ OPS = [
 ]
 NAMES = [
     ("explain", lambda: tilesmith.explain("atention"), "explain: there is no op 'atention'|Did you mean 'attention'?"),
+    ("explain capitals", lambda: tilesmith.explain("RMS_Norm"), "there is no op 'RMS_Norm'|Did you mean 'rms_norm'?"),
+    (
+        "the reference of an op",
+        lambda: tilesmith.register_kernel("rms_norm", backend="reference"),
+        "register_kernel: backend|'reference'|the function that defines rms_norm|a name of its own",
+    ),
     ("explain object", lambda: tilesmith.explain(X), "explain: op|a tensor|an op or its name"),
     ("use", lambda: _use(rms_nrm="triton"), "use(): there is no op 'rms_nrm'|Did you mean 'rms_norm'?"),
     ("use kernel", lambda: _use(rms_norm="cuda"), "use(): rms_norm|'cuda'|it has: triton"),
@@ -209,6 +221,19 @@ def test_reasons_that_are_no_list_are_named(answer, words):
     with pytest.raises(TypeError, match=f"rejects of {name}'s kernel 'mine' must return a list of sentences") as raised:
         tilesmith.explain(name, torch.ones(2))
     assert words in str(raised.value)
+
+
+def test_names_of_rules_are_listed_once():
+    with pytest.raises(ValueError) as raised:
+        tilesmith.optimize(PLAIN, only="q")
+    assert str(raised.value).count("add_norm") == 1
+
+
+def test_a_kernel_without_its_text_is_told_where_to_go():
+    scope: dict = {}
+    exec("def scale(x: int):\n    pass", scope)
+    with pytest.raises(KernelError, match="the Python text is needed .*; define the kernel in a file or a notebook"):
+        codegen.build(scope["scale"], (64, 1, 1))
 
 
 def test_there_are_sixty():

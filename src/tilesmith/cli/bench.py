@@ -381,6 +381,8 @@ def _subjects(what: list[str], tag: str, sweep: str | None, zoo: int | None, dec
             refuse(
                 f"--sweep must be {', '.join(AXES)}, or such an axis with its values: columns=512,4096; got {sweep!r}"
             )
+        if not all(value.isdecimal() for value in filter(None, sweep.partition("=")[2].split(","))):
+            refuse(f"--sweep {sweep}: values must be whole numbers, as in {axis}=512,4096")
         return swept(axis) if what == ["all"] else [op_named(name).name for name in what]
     if what != ["all"]:
         return [s if s in ("model", "host") else op_named(s).name for s in what]
@@ -444,12 +446,14 @@ def _show(found: dict[str, Any]) -> None:
         mean = f"geometric mean {ratios['geometric_mean']:.3f}, {least} {ratios[least]:.3f}"
         said = f"{which}, {ratios['calls']} calls, × {measure.replace('_', ' ')}: {mean}; worst: {worst}"
         console.print(said, highlight=False)
-    unmeasured: dict[str, list[str]] = {}
+    every = len(dict.fromkeys(map(_case, found["rows"])))
+    unmeasured: dict[str, dict[str, None]] = {}
     for row in found["rows"]:
         if "error" in row:
-            unmeasured.setdefault(f"{row['provider']}: {row['error']}", []).append(_case(row))
+            unmeasured.setdefault(f"{row['provider']}: {row['error']}", {})[_case(row)] = None
     for why, where in unmeasured.items():
-        console.print(f"not measured: {why} ({', '.join(dict.fromkeys(where))})", style="dim", highlight=False)
+        told = f"all {every} cases" if 1 < len(where) == every else ", ".join(where)
+        console.print(f"not measured: {why} ({told})", style="dim", highlight=False)
     console.print()
 
 

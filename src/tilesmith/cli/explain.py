@@ -57,13 +57,16 @@ def command(
     _check_names(declared, options)
     sizes = dict(map(_size, shape or []))
     start = case_named(op, case) if case else None if sizes else typical(op)
+    if start is None and not sizes and op.endswith("_vjp"):
+        forward = op.removesuffix("_vjp")
+        refuse(f"{op} has no example of its own; `tilesmith explain {forward}` explains it with the forward")
     args = arguments(op, start, sizes, options)
     kind = torch.bfloat16 if there is not None and dtype is None else dtype_named(dtype, where)
     built = empty(args, kind)
     try:
         choices = choices_of(declared, built, there, where)
     except (TypeError, ValueError, NotImplementedError) as problem:  # the last: what is pinned cannot serve it
-        refuse(str(problem))
+        refuse(f"{problem}{_of_the_example(args, sizes) if start is None else ''}")
     on = str(there or where)
     if as_json:
         shown = {name: _show(value) for name, value in built.items()}
@@ -164,6 +167,15 @@ def _told(case: Case, args: dict) -> str:
         f"--shape {name}={'x'.join(map(str, x.shape))}" for name, x in args.items() if isinstance(x, T) and x.shape
     ]
     return f"The sizes are those of the {kind} case {case.name}; for your own call, give {' '.join(sizes)}."
+
+
+def _of_the_example(args: dict, sizes: dict) -> str:
+    """What to say, after an error, of the shapes that were not among those given."""
+    from tilesmith.engine import T
+
+    shapes = {name: x.shape for name, x in args.items() if isinstance(x, T) and x.shape and name not in sizes}
+    told = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+    return f". From the op's example, since no --shape gives it: {told}" if told else ""
 
 
 def arguments(op: str, start: Case | None, shapes: dict, values: dict) -> dict:

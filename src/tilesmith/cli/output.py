@@ -155,7 +155,7 @@ def dtype_named(name: str | None, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name), None)
     if not isinstance(dtype, torch.dtype):
-        refuse(f"--dtype {name!r} is not a dtype; use float32, float16 or bfloat16")
+        refuse(f"--dtype {name!r} is not a dtype; use float32, float16, bfloat16 or float64")
     from tilesmith.engine.argument_checks import FLOATS
 
     if dtype not in FLOATS:

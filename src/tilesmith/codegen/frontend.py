@@ -65,7 +65,10 @@ def _parsed(code: CodeType) -> ast.FunctionDef:
     try:
         source = textwrap.dedent(inspect.getsource(code))
     except OSError as problem:
-        raise KernelError(f"{code.co_name}: the Python text is needed and cannot be read: {problem}") from None
+        raise KernelError(
+            f"{code.co_name}: the Python text is needed and cannot be read: {problem}; define the kernel in a file or "
+            "a notebook"
+        ) from None
     try:
         tree = ast.parse(source)
     except SyntaxError:  # a lambda within a longer statement, of which these lines are a part

@@ -3,11 +3,11 @@
 from tilesmith.engine.case import Case, T, cases
 from tilesmith.engine.choice import Choice, use
 from tilesmith.engine.explanation import explain
+from tilesmith.engine.families import ops
 from tilesmith.engine.kernel import Kernel, Space, optimize_kernel
 from tilesmith.engine.launcher import cdiv, launch, next_power_of_2
 from tilesmith.engine.op import Op
 from tilesmith.engine.register import register_kernel
-from tilesmith.engine.registry import ops
 from tilesmith.engine.rehearsal import rehearsed
 from tilesmith.engine.table import Table
 

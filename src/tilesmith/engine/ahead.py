@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import launcher, torch_private, triton_private
-from tilesmith.engine.choice import by_metadata, choose, parse_pin
+from tilesmith.engine.choice import by_metadata, choose
 from tilesmith.engine.kernel import Kernel
+from tilesmith.engine.pins import parse_pin
 from tilesmith.engine.rehearsal import rehearse
 from tilesmith.engine.threads import Threads, compilers
 from tilesmith.hardware.detect import arch_of, assuming

@@ -139,9 +139,10 @@ _LISTED = 48  # names that an error lists
 
 def suggestion(name: str, known: Collection[str]) -> str:
     """What to say after an unknown name: the known one that is spelled most alike, or the known ones but gradients."""
-    close = difflib.get_close_matches(name, known, n=1)
+    spelled = {word.lower(): word for word in known}
+    close = difflib.get_close_matches(name.lower(), spelled, n=1)
     if close:
-        return f"Did you mean {close[0]!r}?"
+        return f"Did you mean {spelled[close[0]]!r}?"
     forward = sorted(name for name in known if not name.endswith("_vjp"))
     left_out = len(forward) - _LISTED
     more = f" and {left_out} more" if left_out > 0 else ""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import route, torch_private
-from tilesmith.engine.choice import parse_pin, pinned
+from tilesmith.engine.choice import pinned
 from tilesmith.engine.kernel import as_written
+from tilesmith.engine.pins import parse_pin
 from tilesmith.engine.registry import LIBRARY
 
 

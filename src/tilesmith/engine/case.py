@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilesmith.engine.registry import family_of, ops
+from tilesmith.engine.families import ops
+from tilesmith.engine.registry import family_of
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the dtypes of a Case
 HALF = (torch.float16, torch.bfloat16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tilesmith import _install
 from tilesmith.engine import torch_private, trial
-from tilesmith.engine.arguments import dtype_name, shown, suggestion
+from tilesmith.engine.arguments import dtype_name
 from tilesmith.engine.backends import REFERENCE, in_gluon, missing, triton_missing
+from tilesmith.engine.families import ops
 from tilesmith.engine.kernel import Kernel, in_context
-from tilesmith.engine.registry import ops
+from tilesmith.engine.pins import check_pin, parse_pin
 from tilesmith.hardware.detect import arch_of
 from tilesmith.settings import settings
 
@@ -27,7 +28,6 @@ log = logging.getLogger("tilesmith")
 _PINS: ContextVar[dict[str, str] | None] = ContextVar("tilesmith_pins", default=None)
 _CARRIED = "tilesmith_pins"  # what torch carries to its threads that run backwards, which a ContextVar does not reach
 _carries = False  # whether this process has ever pinned anything by `use`
-_MOST_WARPS = 64  # of a block's 1,024 threads on devices with the narrowest warps, of 16
 _environment = dict(settings().pins)
 _warned: set[str] = set()
 
@@ -69,21 +69,6 @@ def _carried() -> dict[str, str]:
 def pinned(name: str) -> str:
     """The backend pinned for the op `name` in this context, or "". torch.compile keeps the pin of its trace."""
     return pins().get(name, "")
-
-
-def parse_pin(pin: str, said_of: str = "a pin") -> tuple[str, dict[str, int]]:
-    """Backend and configuration fields of a pin: "triton:block_m=64:block_n=32" gives two fields their values.
-
-    Raises ValueError for a field that is not name=integer.
-    """
-    backend, *rest = pin.split(":")
-    fields = {}
-    for part in rest:
-        name, _, value = part.partition("=")
-        if not name.isidentifier() or not value.isdecimal():
-            raise ValueError(f"{said_of} must be backend[:field=integer]..., got {pin!r}")
-        fields[name] = int(value)
-    return backend, fields
 
 
 ASKED = "?"
@@ -130,38 +115,6 @@ def use(**backends: str) -> Iterator[None]:
     finally:
         _PINS.reset(token)
         torch_private.carry(_CARRIED, outer)
-
-
-def check_pin(where: str, known: Mapping[str, Any], name: str, backend: Any) -> None:
-    """Raise unless `name` is an op of `known` and `backend` one of its kernels, perhaps with fields to configure it."""
-    op = known.get(name)
-    if op is None:
-        raise ValueError(f"{where}: there is no op {name!r}. {suggestion(name, known)}")
-    if not isinstance(backend, str):
-        raise TypeError(f"{where}: {name} must be the name of a backend, got {shown(backend)}")
-    kernel, fields = parse_pin(backend, f"{where}: {name}")
-    if kernel not in op.backends():
-        raise ValueError(
-            f"{where}: {name} has no kernel {backend!r}; it has: {', '.join(op.backends())}; pin one of them"
-        )
-    for field, value in fields.items():
-        allowed = _allowed(op, kernel, field, value)
-        if allowed is not None:
-            raise ValueError(f"{where}: {name} is pinned to {field}={value}, which {kernel} cannot compile; {allowed}")
-
-
-def _allowed(op: Any, backend: str, field: str, value: int) -> str | None:
-    """What a field must be where no kernel of the backend compiles with a value, in words, else None. The kernels are
-    not imported: the fields of the library's own have these names, those of others are their makers' matter."""
-    if not op.reference.__module__.startswith("tilesmith.") or not (in_gluon(backend) or backend.startswith("triton")):
-        return None
-    # 0 leaves a field to the plan of a kernel in Gluon, and a row in registers where rows may be swept by columns
-    power = not value & (value - 1) and (value > 0 or in_gluon(backend) or field == "block_cols")
-    if field.split("_")[-1] == "warps" and not (power and value <= _MOST_WARPS):
-        return f"it must be a power of two of at most {_MOST_WARPS}"
-    if "block" in field.split("_") and not in_gluon(backend) and not power:
-        return f"it must be a power of two, such as {max(16, 1 << value.bit_length() - 1) if value else 64}"
-    return None
 
 
 def by_metadata(op: Any, device: torch.device) -> bool:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.arguments import shown, suggestion
-from tilesmith.engine.choice import Asked, Choice, asking, choose, parse_pin, pinned, tried
+from tilesmith.engine.choice import Asked, Choice, asking, choose, pinned, tried
+from tilesmith.engine.families import ops
 from tilesmith.engine.kernel import Kernel, in_context
-from tilesmith.engine.registry import PLAIN, ops
+from tilesmith.engine.pins import parse_pin
+from tilesmith.engine.registry import PLAIN
 from tilesmith.engine.tracing import always
 from tilesmith.hardware.detect import Arch, arch_named, arch_of, assuming
 

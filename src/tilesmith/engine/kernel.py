@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilesmith.engine.argument_checks import flag
 from tilesmith.engine.launcher import hooked
-from tilesmith.engine.registry import backend_of, ops
+from tilesmith.engine.registry import DECLARED, backend_of
 from tilesmith.engine.table import Table
 from tilesmith.engine.torch_private import autocasts
 from tilesmith.hardware.detect import arch_of
@@ -292,5 +292,5 @@ def _checked(fn, run):
 
 
 def _replace(registered: Kernel, run) -> None:
-    op = ops()[registered.op]
+    op = DECLARED[registered.op]
     run.tilesmith_kernel = op.replace_kernel(registered.backend, run)

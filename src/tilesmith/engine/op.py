@@ -19,12 +19,14 @@ from tilesmith.engine import sharding as sharding_rules
 from tilesmith.engine.arguments import binder, checked, with_copies
 from tilesmith.engine.autograd import Gradient, Way, has_tangents, no_forward_mode, register_loop_vmap
 from tilesmith.engine.backends import REFERENCE
-from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, parse_pin, pinned
+from tilesmith.engine.choice import ASKED, Asked, Choice, by_metadata, choose, pinned
+from tilesmith.engine.families import ops
 from tilesmith.engine.kernel import Kernel, as_written
 from tilesmith.engine.key import Direct, Known, make_key
 from tilesmith.engine.metadata import TensorFacts, describer
 from tilesmith.engine.negated import asking
-from tilesmith.engine.registry import DECLARED, LIBRARY, ops
+from tilesmith.engine.pins import parse_pin
+from tilesmith.engine.registry import DECLARED, LIBRARY
 from tilesmith.engine.replay import Ready, Replay
 from tilesmith.engine.signatures import doc_of_users, of_users, without_config
 from tilesmith.engine.tracing import always

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tilesmith.engine.arguments import shown, suggestion
+from tilesmith.engine.backends import REFERENCE
+from tilesmith.engine.families import ops
 from tilesmith.engine.kernel import Kernel, accept, as_output, lines_of, silent
 from tilesmith.engine.op import Op
-from tilesmith.engine.registry import PLAIN, ops
+from tilesmith.engine.registry import PLAIN
 from tilesmith.engine.rehearsal import rehearsed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -53,6 +55,11 @@ def register_kernel(
         raise ValueError(f"a kernel's name must be an identifier, got {name!r}")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"register_kernel: backend must be a string or None, got {shown(backend)}")
+    if backend == REFERENCE:
+        raise ValueError(
+            f"register_kernel: backend is {REFERENCE!r}, the name of the function that defines {name}, against which "
+            "kernels are checked; give the kernel a name of its own"
+        )
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"register_kernel: rank must be an int, got {shown(rank)}")
     if not callable(rejects):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,6 @@ LIBRARY = Library("tilesmith", "FRAGMENT")
 DECLARED: dict[str, Any] = {}
 PLAIN: dict[str, tuple[Callable[..., Any], str]] = {}
 """Functions that torch cannot type, each with the reason: found by name, never dispatched."""
-
-
-def ops() -> dict[str, Any]:
-    """Every declared `Op` by name, the library's own families included."""
-    importlib.import_module("tilesmith.ops").load()
-    return DECLARED
 
 
 def family_of(module: str) -> str:

@@ -23,6 +23,7 @@ from torch import nn
 from tilesmith.engine import torch_private
 from tilesmith.models.blocks import BlockForm, BlockRule, Call, Forwards, observer, stateful_argument
 from tilesmith.models.reach import all_observed
+from tilesmith.rewrite.report import counted
 
 BACKEND = "inductor"
 _LIMIT = 32  # variants of a block's code: with and without gradients, autocast, masks, each at fixed and free lengths
@@ -45,14 +46,15 @@ class Regions:
 
     def told(self) -> list[str]:
         """Sentences for the report."""
-        told = [f"Compiled blocks: {self.calls} calls, {self.graphs} graphs compiled in {self.seconds:.1f} s"]
+        graphs = counted(self.graphs, "graph")
+        told = [f"Compiled blocks: {counted(self.calls, 'call')}, {graphs} compiled in {self.seconds:.1f} s"]
         if not self.calls and not self.plain and not self.failed:
             told = ["Compiled blocks: none has run yet; the first call of each kind compiles it"]
         total = sum(self.breaks.values())
         if total:
             told.append(f"Graph breaks in compiled blocks: {total} ({'; '.join(self.breaks)})")
         told += [f"{cls} cannot be compiled and runs as before: {why}" for cls, why in self.failed.items()]
-        told += [f"Blocks ran uncompiled {count} times: {why}" for why, count in self.plain.items()]
+        told += [f"Blocks ran uncompiled {counted(count, 'time')}: {why}" for why, count in self.plain.items()]
         return told
 
     def refuse(self, why: str) -> None:

@@ -31,6 +31,7 @@ from tilesmith.models.reach import all_observed, capturing, has_own_hooks
 from tilesmith.models.recorded import CannotRecord, Memory, Recorded, WithoutGradient
 from tilesmith.models.recorded_calls import Link, described, flatten, surroundings
 from tilesmith.models.whole_forward import blocks_of, put_together, switched, take_apart, unfit
+from tilesmith.rewrite.report import counted
 
 RECORDER = CudaRecorder
 PLACE = "_tilesmith_place"
@@ -129,8 +130,8 @@ class Graphs:
         entries = [entry for block in self._blocks.values() for entry in block.recorded.values()]
         most = max((entry.calls for entry in entries), default=0)
         told = [
-            f"Recorded blocks: {self.replays} calls replayed; pairs of graphs: {len(entries)}, of up to {most} blocks, "
-            f"recorded in {self.seconds:.1f} s, {held:.1f} MiB held"
+            f"Recorded blocks: {counted(self.replays, 'call')} replayed; pairs of graphs: {len(entries)}, of up to "
+            f"{counted(most, 'block')}, recorded in {self.seconds:.1f} s, {held:.1f} MiB held"
         ]
         if self.wholes:
             told.append(f"Forwards replayed as a whole, from tokens to the loss: {self.wholes}")
@@ -138,12 +139,17 @@ class Graphs:
             told.append(f"Recordings dropped because parameters moved or modules changed: {self.renewed}")
         if self.copied:
             told.append(
-                f"All recorded again because a caller kept results, which are copied from then on: {self.copied} times"
+                "All recorded again because a caller kept results, which are copied from then on: "
+                f"{counted(self.copied, 'time')}"
             )
         told += [f"{cls} cannot be recorded and runs as before: {why}" for cls, why in self.refused.items()]
         told += [f"Blocks are recorded one by one: {why}" for why in self.apart]
-        told += [f"What is around the blocks ran unrecorded {n} times: {why}" for why, n in self.beside.items()]
-        told += [f"Blocks ran unrecorded {n} times: {why}{self._listed(why)}" for why, n in self.plain.items()]
+        told += [
+            f"What is around the blocks ran unrecorded {counted(n, 'time')}: {why}" for why, n in self.beside.items()
+        ]
+        told += [
+            f"Blocks ran unrecorded {counted(n, 'time')}: {why}{self._listed(why)}" for why, n in self.plain.items()
+        ]
         return told
 
     def _listed(self, why: str) -> str:

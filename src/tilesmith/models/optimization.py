@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -11,7 +12,6 @@ from torch import nn
 
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag
-from tilesmith.engine.arguments import suggestion
 from tilesmith.models.advice import advised
 from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
@@ -195,9 +195,10 @@ def _asked(
         )
     unknown = [name for name in wanted if name not in names]
     if unknown:
+        close = difflib.get_close_matches(unknown[0].lower(), names, n=1)
         raise ValueError(
-            f"optimize: only names {', '.join(unknown)}; the rules are {', '.join(names)}. "
-            f"{suggestion(unknown[0], names)}"
+            f"optimize: only names {', '.join(unknown)}; the rules are {', '.join(names)}"
+            + (f". Did you mean {close[0]!r}?" if close else "")
         )
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     modules = [fqn for fqn, _ in model.named_modules()]

@@ -149,11 +149,12 @@ def load() -> None:
 
 def _check_pins() -> None:
     """Raise ValueError where the environment pins an op or a kernel that there is not: it would be ignored."""
-    from tilesmith.engine.choice import check_pin
-    from tilesmith.engine.registry import ops
+    from tilesmith.engine.pins import check_pin
+    from tilesmith.engine.registry import DECLARED
 
+    load()
     for name, backend in settings().pins:
-        check_pin(f"{PREFIX}USE", ops(), name, backend)
+        check_pin(f"{PREFIX}USE", DECLARED, name, backend)
 
 
 if settings().pins:

@@ -77,7 +77,7 @@ def convert_model_to_fp8(model: nn.Module, fp8_config: FP8Config | None = None, 
     config = replace(config, module_filter_fn=None)  # layers keep it, and a function may not be one to be pickled
     rows += more
     if not chosen and not stacks:
-        reasons = "; ".join(f"{row.fqn}: {row.reason}" for row in rows[:5]) or "it has none"
+        reasons = "; ".join(f"{row.fqn or 'the model'}: {row.reason}" for row in rows[:5]) or "it has none"
         raise ValueError(
             f"convert_model_to_fp8: no linear layer is eligible ({reasons}); pass another FP8Config, to "
             "convert_model_to_fp8 or to FP8TrainingEngine, with min_features or module_filter_fn"
@@ -102,9 +102,9 @@ def _log(config: FP8Config, rows: list[Row], chosen: dict[str, nn.Linear], stack
         more = f" and {len(names) - 3} others" if len(names) > 3 else ""
         log.info("fp8: %s%s left alone: %s", shown, more, reason)
     for told in {emulation(config.recipe, layer.weight.device) for layer in chosen.values()} - {""}:
-        log.warning("fp8 (%s): of each layer, %s", config.recipe, told)
+        log.warning("fp8 (%s): in each layer, %s", config.recipe, told)
     for told in {emulation_of_experts(module.down_proj.device) for module in stacks.values()} - {""}:
-        log.warning("fp8: of stacked experts, %s", told)
+        log.warning("fp8: in stacked experts, %s", told)
 
 
 def _left_alone(rows: list[Row]) -> dict[str, list[str]]:
@@ -260,7 +260,7 @@ def emulation(recipe: str, device: torch.device) -> str:
     choice = ops.scaled_matmul.explain(a, a, *(torch.empty(shape, device=device) for shape in shapes))
     if choice.kernel.backend != REFERENCE:
         return ""
-    return "its products are emulated in fp32: " + "; ".join(r for _, reasons in choice.rejected for r in reasons)
+    return "products are emulated in fp32: " + "; ".join(r for _, reasons in choice.rejected for r in reasons)
 
 
 @cache
@@ -275,7 +275,7 @@ def emulation_of_experts(device: torch.device) -> str:
     choice = ops.experts_fp8.explain(x, one.view(1, 1), up, one, down, one, indices, one.view(1, 1))
     if choice.kernel.backend != REFERENCE:
         return ""
-    return "its products are emulated in fp32: " + "; ".join(r for _, reasons in choice.rejected for r in reasons)
+    return "products are emulated in fp32: " + "; ".join(r for _, reasons in choice.rejected for r in reasons)
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:

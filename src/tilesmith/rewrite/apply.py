@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from tilesmith.rewrite.report import CALLS, OURS, Report, Row
@@ -34,11 +35,12 @@ def rewrite(
     its row in the `earlier` report where none of these rules looks for what was replaced.
     """
     sites = [Site(model, fqn, module) for fqn, module in model.named_modules()]
+    open_sites = [site for site in sites if not isinstance(site.module, torch.jit.ScriptModule)]
     rows: dict[str, list[Row]] = {site.fqn: [] for site in sites}
     swapped: list[nn.Module] = []
     try:
         for rule in rules:
-            for site in sites:
+            for site in open_sites:
                 row = _apply(rule, site, excluded, swapped)
                 if row is not None:
                     rows[site.fqn].append(row)
@@ -115,6 +117,9 @@ def _replaced_before(sites: Sequence[Site], rules: Sequence[Rule], earlier: Repo
 
 def _left_alone(site: Site) -> Iterable[Row]:
     """Rows for a module that no rule had an opinion on; containers without one say nothing."""
+    if isinstance(site.module, torch.jit.ScriptModule):
+        name = f"{site.module.original_name} (TorchScript)"
+        return [Row(site.fqn, name, "", "skipped", (), f"no rule for {name}")]
     cls = original_class(type(site.module))
     if cls.__module__.split(".")[0] == "tilesmith":
         return [Row(site.fqn, cls.__name__, "", "skipped", (), OURS)]

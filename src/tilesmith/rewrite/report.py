@@ -196,6 +196,11 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(names).items())
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: "1 time", "2 times"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def wrapped(text: str, first: str, more: str) -> list[str]:
     """Lines of a report, no longer than `WIDTH`; commands wrap them again where a terminal is narrower."""
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=more)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tilesmith.engine import torch_private
 from tilesmith.rewrite import flow
-from tilesmith.rewrite.source import CannotRespell, parse
+from tilesmith.rewrite.source import CannotRespell, of_self, parse
 
 MOST_IN_VAIN = 2  # an exception between two layers leaves one behind; code that asks for one layer only, more
 
@@ -162,13 +162,8 @@ def _called(node: ast.AST, names: tuple[str, ...]) -> tuple[str | None, str]:
     """(child, variable) of `self.child(variable)`."""
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
         return None, ""
-    child = _child(node.func)
+    child = of_self(node.func)
     return (child, node.args[0].id) if child in names else (None, "")
-
-
-def _child(node: ast.AST) -> str | None:
-    of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    return node.attr if of_self else None
 
 
 def _looped(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -177,7 +172,7 @@ def _looped(block: list[ast.stmt], names: tuple[str, ...]) -> tuple[str, ...]:
         if isinstance(node, (ast.GeneratorExp, ast.ListComp)) and len(node.generators) == 1:
             loop, call = node.generators[0], node.elt
             over = loop.iter.elts if isinstance(loop.iter, (ast.Tuple, ast.List)) else []
-            children = tuple(child for child in map(_child, over) if child in names)
+            children = tuple(child for child in map(of_self, over) if child in names)
             calls = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and isinstance(loop.target, ast.Name)
             if calls and call.func.id == loop.target.id and len(children) == len(over) > 1 and len(call.args) == 1:
                 return children

@@ -75,6 +75,12 @@ def parse(function: types.FunctionType) -> ast.FunctionDef:
     return _tree(function)
 
 
+def of_self(node: ast.AST | None) -> str | None:
+    """The name in `self.name`; None for any other expression."""
+    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if own else None
+
+
 def _tree(function: types.FunctionType) -> ast.FunctionDef:
     try:
         lines, first = inspect.getsourcelines(function)

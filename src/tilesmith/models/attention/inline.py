@@ -35,6 +35,7 @@ from tilesmith.rewrite import (
     probe,
     respelled_forward,
 )
+from tilesmith.rewrite.source import of_self
 
 _SOFTMAX = "_tilesmith_softmax"
 _NAMES = {
@@ -201,10 +202,8 @@ class _SoftmaxMethods(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        of = node.func
-        own = isinstance(of, ast.Attribute) and isinstance(of.value, ast.Name) and of.value.id == "self"
-        if own and of.attr in self.names and len(node.args) == 1 and not node.keywords:
-            node.func = ast.copy_location(ast.Name(_SOFTMAX, ast.Load()), of)
+        if of_self(node.func) in self.names and len(node.args) == 1 and not node.keywords:
+            node.func = ast.copy_location(ast.Name(_SOFTMAX, ast.Load()), node.func)
         return node
 
 

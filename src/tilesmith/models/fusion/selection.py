@@ -100,7 +100,7 @@ class Selection:
             told[f"{', '.join(ours)} run the library's ops already"] = None
         none = sorted(rules - {row.rule for row in rows})
         if none and not ours:
-            told[f"no module is one that {', '.join(none)} looks for"] = None
+            told[f"no module is one for the rule {' or the rule '.join(none)}"] = None
         return list(told)
 
     @property

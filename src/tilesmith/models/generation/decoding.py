@@ -23,6 +23,7 @@ from tilesmith.models.generation.recording import RecordedSteps, StepRecorder
 from tilesmith.models.generation.scores import StaticProcessor, stand_in
 from tilesmith.models.generation.token_state import TokenState
 from tilesmith.models.reach import all_observed, has_own_hooks
+from tilesmith.rewrite.report import counted
 
 RECORDER: Callable[[], StepRecorder] = CudaRecorder
 LOOK_EVERY = 8
@@ -64,12 +65,12 @@ class Decoding:
             graphs = sum(kind.graphs for kind in self._kinds.values())
             held = sum(kind.bytes() for kind in self._kinds.values())
             told.append(
-                f"generate: {self.replays} of {self.steps} steps of {self.calls} calls by replays of {graphs} graphs, "
-                f"{held / 2**20:.1f} MiB held"
+                f"generate: {self.replays} of {counted(self.steps, 'step')} of {counted(self.calls, 'call')} by "
+                f"replays of {counted(graphs, 'graph')}, {held / 2**20:.1f} MiB held"
             )
         if self.refused:
             told.append(f"generate cannot be recorded and runs as before: {self.refused}")
-        return told + [f"generate ran as before {count} times: {why}" for why, count in self.plain.items()]
+        return told + [f"generate ran as before {counted(count, 'time')}: {why}" for why, count in self.plain.items()]
 
     def sample(self, plain: Callable[..., Any], model: nn.Module, prompt: Tensor, **given: Any) -> Any:
         """What `_sample` of transformers is called for: `plain` is its own."""

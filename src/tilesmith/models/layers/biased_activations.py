@@ -33,6 +33,7 @@ from tilesmith.rewrite import (
     parse,
     respelled_forward,
 )
+from tilesmith.rewrite.source import of_self
 
 _OP = "bias_gelu_vjp"
 _CALL = "_tilesmith_activated"
@@ -161,9 +162,7 @@ class _Joiner(flow.BlockTransformer):
         """Whether this is `self.name(one argument)` of one of the names."""
         if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
             return False
-        of = node.func
-        own = isinstance(of, ast.Attribute) and isinstance(of.value, ast.Name) and of.value.id == "self"
-        return own and of.attr in names and not isinstance(node.args[0], ast.Starred)
+        return of_self(node.func) in names and not isinstance(node.args[0], ast.Starred)
 
     def _call(self, activation: ast.Call, layer: ast.Call) -> ast.Call:
         self.joined.append(layer.func.attr)

@@ -17,6 +17,7 @@ from tilesmith.models.layers.norms import Norm, epsilon, is_norm, servable, weig
 from tilesmith.models.reach import observed, ran, reaches
 from tilesmith.nn.norm import casting_child
 from tilesmith.rewrite import flow
+from tilesmith.rewrite.source import of_self
 
 OP = "dropout_add_norm"
 
@@ -78,11 +79,11 @@ class Dropouts:
         if not isinstance(node, ast.Call) or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
             return None
         if not node.keywords:
-            return (node.args[0], node.func) if _of_self(node.func) in self.names else None
+            return (node.args[0], node.func) if of_self(node.func) in self.names else None
         given = {keyword.arg: keyword.value for keyword in node.keywords}
-        if set(given) != {"p", "training"} or _of_self(given["training"]) != "training":
+        if set(given) != {"p", "training"} or of_self(given["training"]) != "training":
             return None
-        if _of_self(given["p"]) not in self.names or self._meant(node.func) is not F.dropout:
+        if of_self(given["p"]) not in self.names or self._meant(node.func) is not F.dropout:
             return None
         return node.args[0], ast.Tuple([given["p"], given["training"]], ast.Load())
 
@@ -142,8 +143,3 @@ def with_norm(
 
 def _with(operands: tuple[ast.expr, ast.expr], which: int, of: ast.expr) -> tuple[ast.expr, ast.expr]:
     return (of, operands[1]) if which == 0 else (operands[0], of)
-
-
-def _of_self(node: ast.AST) -> str | None:
-    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    return node.attr if own else None

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from tilesmith.device.accumulation import sum_dtype
 from tilesmith.engine import Op, cdiv
 from tilesmith.engine.argument_checks import floating
 from tilesmith.ops.attn import block_pattern_reference as patterns
@@ -19,10 +20,6 @@ TRITON = {"triton": "tilesmith.ops.attn.triton.blocks"}
 MAX = {"triton": "tilesmith.ops.attn.triton.block_max"}
 CHOICE = {"triton": "tilesmith.ops.attn.triton.block_choice"}
 LARGEST = 1 << 20  # tokens of a block
-
-
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check_pair(op: str, q: Tensor, k: Tensor, scale: float | None, **sizes: int) -> None:
@@ -53,8 +50,8 @@ def _check_mass(
     _check_pair(op, q, k, scale, block_q=block_q, block_k=block_k)
     if query_stride < 1 or block_q % query_stride:
         raise ValueError(f"{op}: query_stride must be a divisor of block_q, {block_q}, got {query_stride}")
-    if lse.dtype != _acc(q):
-        raise TypeError(f"{op}: lse has dtype {lse.dtype}; for q of {q.dtype} it must be {_acc(q)}")
+    if lse.dtype != sum_dtype(q):
+        raise TypeError(f"{op}: lse has dtype {lse.dtype}; for q of {q.dtype} it must be {sum_dtype(q)}")
     if lse.shape != q.shape[:3]:
         raise ValueError(f"{op}: lse must be {list(q.shape[:3])}, got {list(lse.shape)}")
     if (offsets is None) != (indices is None):
@@ -157,7 +154,7 @@ def _check_pattern(seed, pattern, tokens, keys, sparsity_ratio=0.9, lists=1, blo
 
 
 def _fake_scores(q, k, scale=None, causal=False, block_q=128, block_k=128) -> Tensor:
-    return q.new_empty(*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k), dtype=_acc(q))
+    return q.new_empty(*q.shape[:2], cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k), dtype=sum_dtype(q))
 
 
 def _fake_scores_vjp(dscores, q, k, *rest) -> tuple[Tensor, Tensor]:
@@ -174,7 +171,7 @@ def _fake_mass(
     q, k, lse, offsets=None, indices=None, scale=None, causal=False, block_q=128, block_k=128, query_stride=1
 ) -> Tensor:
     rows, columns = cdiv(q.shape[2], block_q), cdiv(k.shape[2], block_k)
-    return q.new_empty(q.shape[0], k.shape[1], rows, columns, dtype=_acc(q))
+    return q.new_empty(q.shape[0], k.shape[1], rows, columns, dtype=sum_dtype(q))
 
 
 def _fake_lists(keep: Tensor, room: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.device.accumulation import sum_dtype
 from tilesmith.ops.attn.block_lists import check_contents
 from tilesmith.ops.attn.reference import scale_of
 from tilesmith.ops.attn.visibility import visibility
@@ -52,7 +53,7 @@ def block_scores_vjp(
 
     Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
     """
-    acc, group = _acc(q), q.shape[1] // k.shape[1]
+    acc, group = sum_dtype(q), q.shape[1] // k.shape[1]
     pairs = _scores(q, k, scale, causal)
     sizes = pairs.shape[-2:]
     # in a block without pairs exp(-inf - 0) = 0
@@ -97,7 +98,7 @@ def block_max_scores_vjp(
 
     Blocks whose dscores is 0 cost nothing: a loss that looks at few blocks has a cheap gradient.
     """
-    acc, group = _acc(q), q.shape[1] // k.shape[1]
+    acc, group = sum_dtype(q), q.shape[1] // k.shape[1]
     factor = scale_of(q, scale)
     wide_q, wide_k = q.to(acc), k.to(acc).repeat_interleave(group, 1)
     ds = torch.where(scores > float("-inf"), dscores, 0.0).to(acc) * factor
@@ -149,7 +150,7 @@ def block_mass(
     """
     batch, heads, tokens, _ = q.shape
     keys, kv_heads = k.shape[2], k.shape[1]
-    acc, group = _acc(q), heads // kv_heads
+    acc, group = sum_dtype(q), heads // kv_heads
     lse = lse.to(acc).unsqueeze(-1)
     pairs = _scores(q, k, scale, causal)
     p = torch.where(lse > float("-inf"), torch.exp(pairs - torch.where(lse > float("-inf"), lse, 0.0)), 0.0)
@@ -239,7 +240,7 @@ def block_select(
     column = torch.arange(columns, device=scores.device)
     seen = visible.long().clamp(0, columns)[:, None]
     candidate = column < seen
-    acc = _acc(scores)
+    acc = sum_dtype(scores)
     value = torch.where(scores.isnan() | ~candidate, float("-inf"), scores.to(acc))
     end = seen if ends is None else torch.minimum(ends.long().clamp(min=0)[:, None], seen)
     behind = end - 1 - column  # blocks between the diagonal and this one
@@ -287,10 +288,6 @@ def _compressed(keep: Tensor, room: int) -> tuple[Tensor, Tensor]:
     return offsets, indices.scatter_(0, place, column.reshape(-1))[:room].clone()
 
 
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def stretch_means(x: Tensor, stretch: int) -> Tensor:
     """Means over stretches of tokens, [B, heads, ceil(T / stretch), D]; the last one may be shorter."""
     tokens = x.shape[2]
@@ -303,7 +300,7 @@ def stretch_means(x: Tensor, stretch: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool, behind: int = 0) -> Tensor:
     """Scaled scores [B, H, T, S], -inf where not visible. behind: how many queries come after those of q."""
-    acc, group = _acc(q), q.shape[1] // k.shape[1]
+    acc, group = sum_dtype(q), q.shape[1] // k.shape[1]
     factor = scale_of(q, scale)
     scores = q.to(acc) @ k.to(acc).repeat_interleave(group, 1).transpose(-1, -2) * factor
     if not causal:

@@ -126,12 +126,17 @@ def check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, paged: bool = False
     batch, heads, _, dim = q.shape
     rows, kv_heads, _, k_dim = k.shape
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"{name}: v must be k's {list(k.shape[:3])} and a head dim, got {list(v.shape[:3])}")
+        raise ValueError(
+            f"{name}: v must be [{', '.join(map(str, k.shape[:3]))}, head dim], with as many rows, heads and tokens "
+            f"as k, got {list(v.shape)}"
+        )
     if k_dim != dim:
         raise ValueError(f"{name}: k must have q's head dim {dim}, got {k_dim}")
     if dim == 0 or v.shape[3] == 0:
         raise ValueError(f"{name}: the head dims of q and v must be positive, got {dim} and {v.shape[3]}")
-    if kv_heads == 0 or heads % kv_heads:
+    if heads == 0 or kv_heads == 0:
+        raise ValueError(f"{name}: q and k must have at least one head, got {heads} and {kv_heads}")
+    if heads % kv_heads:
         raise ValueError(
             f"{name}: k has {kv_heads} heads, which does not divide the {heads} heads of q; "
             "give k and v a number that does"

@@ -277,7 +277,9 @@ def _between_kernels(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> 
 
 _SPELLINGS = {
     **dict.fromkeys(("causal", "is_causal"), "mask=Mask(causal=True)"),
-    **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=Mask(window=(left, right))"),
+    **dict.fromkeys(
+        ("window", "window_size", "sliding_window", "window_left", "window_right"), "mask=Mask(window=(left, right))"
+    ),
     **dict.fromkeys(("attn_mask", "attention_mask"), "mask=Mask(dense=...) for bool, score=Score(bias=...) for floats"),
     **dict.fromkeys(("block_mask", "blocks"), "mask=Mask(blocks=...)"),
     **dict.fromkeys(("documents", "prefix", "dense"), "a field of Mask"),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.device.accumulation import sum_dtype
 from tilesmith.ops.attn.reference import scale_of
 
 
@@ -41,7 +42,7 @@ def attention_weights_vjp(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dlse) of `attention_weights`, contiguous; an empty tensor where ``output_mask`` is False."""
-    acc = _acc(q)
+    acc = sum_dtype(q)
     scores = _scores(q, k, scale, causal)
     ds = _probabilities(scores, lse) * dweights.to(acc)
     factor = scale_of(q, scale)
@@ -72,17 +73,13 @@ def attention_stats(q: Tensor, k: Tensor, scale: float | None = None, causal: bo
     return top, torch.exp(scores - base.unsqueeze(-1)).sum(-1)
 
 
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _heads(k: Tensor, group: int) -> Tensor:
     return k.repeat_interleave(group, 1)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float | None, causal: bool) -> Tensor:
     """Scaled scores [B, H, T, S], -inf where not visible."""
-    acc, group = _acc(q), q.shape[1] // k.shape[1]
+    acc, group = sum_dtype(q), q.shape[1] // k.shape[1]
     factor = scale_of(q, scale)
     scores = q.to(acc) @ _heads(k.to(acc), group).transpose(-1, -2) * factor
     if not causal:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.device.accumulation import widened
+
 TANH_SLOPE = math.sqrt(8 / math.pi)
 TANH_CUBIC = 0.044715
 
@@ -22,7 +24,7 @@ def silu(x: Tensor) -> Tensor:
 
     Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes.
     """
-    return _silu(_wide(x)).to(x.dtype).contiguous()
+    return _silu(widened(x)).to(x.dtype).contiguous()
 
 
 def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
@@ -31,7 +33,7 @@ def silu_vjp(dout: Tensor, x: Tensor) -> Tensor:
     dout, x: one shape, any strides, floating. dx = dout · σ(x) · (1 + x · (1 − σ(x))), computed in fp32 (fp64 for
     fp64).
     """
-    return (_wide(dout) * _silu_slope(_wide(x))).to(x.dtype).contiguous()
+    return (widened(dout) * _silu_slope(widened(x))).to(x.dtype).contiguous()
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -44,7 +46,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes, ValueError for another
     ``approximate``.
     """
-    return _gelu(_wide(x), approximate).to(x.dtype).contiguous()
+    return _gelu(widened(x), approximate).to(x.dtype).contiguous()
 
 
 def gelu_vjp(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
@@ -53,7 +55,7 @@ def gelu_vjp(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
     dout, x: one shape, any strides, floating. dx = dout · (Φ(x) + x · φ(x)), or the derivative of the tanh form,
     computed in fp32 (fp64 for fp64).
     """
-    return (_wide(dout) * _gelu_slope(_wide(x), approximate)).to(x.dtype).contiguous()
+    return (widened(dout) * _gelu_slope(widened(x), approximate)).to(x.dtype).contiguous()
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def sigmoid(x: Tensor) -> Tensor:
     Returns a contiguous tensor of x's shape and dtype. Raises TypeError for other dtypes. The gradient is taken of the
     rounded result, which is what is saved, as PyTorch does.
     """
-    return torch.sigmoid(_wide(x)).to(x.dtype).contiguous()
+    return torch.sigmoid(widened(x)).to(x.dtype).contiguous()
 
 
 def sigmoid_vjp(dout: Tensor, out: Tensor) -> Tensor:
@@ -73,8 +75,8 @@ def sigmoid_vjp(dout: Tensor, out: Tensor) -> Tensor:
 
     dout, out: one shape, any strides, floating.
     """
-    wide = _wide(out)
-    return (_wide(dout) * wide * (1 - wide)).to(out.dtype).contiguous()
+    wide = widened(out)
+    return (widened(dout) * wide * (1 - wide)).to(out.dtype).contiguous()
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def relu_squared(x: Tensor) -> Tensor:
     Returns a contiguous tensor of x's shape and dtype. The square is taken before rounding. Raises TypeError for other
     dtypes.
     """
-    return torch.relu(_wide(x)).square().to(x.dtype).contiguous()
+    return torch.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
 def relu_squared_vjp(dout: Tensor, x: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ def relu_squared_vjp(dout: Tensor, x: Tensor) -> Tensor:
 
     dout, x: one shape, any strides, floating.
     """
-    return (2 * torch.relu(_wide(x)) * _wide(dout)).to(x.dtype).contiguous()
+    return (2 * torch.relu(widened(x)) * widened(dout)).to(x.dtype).contiguous()
 
 
 def add_relu(x: Tensor, y: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ def add_relu(x: Tensor, y: Tensor) -> Tensor:
     the same gradient, dout where the result is above 0. Raises ValueError or TypeError where x and y differ in shape,
     dtype or device, or are not floating.
     """
-    return torch.relu(_wide(x) + _wide(y)).to(x.dtype).contiguous()
+    return torch.relu(widened(x) + widened(y)).to(x.dtype).contiguous()
 
 
 def add_relu_vjp(dout: Tensor, out: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def bias_gelu_vjp(
     dout, x: [..., F], floating; bias: [F] or None. dx: x's shape and dtype. dbias: [F], the sum of dx over rows in fp32
     (fp64 for fp64), in a fixed order, in bias's dtype.
     """
-    dx = _wide(dout) * _gelu_slope(_biased(x, bias), approximate)
+    dx = widened(dout) * _gelu_slope(_biased(x, bias), approximate)
     dbias = dx.unsqueeze(0).sum(list(range(dx.ndim))).to(bias.dtype) if output_mask[1] else x.new_empty(0)
     return dx.to(x.dtype).contiguous() if output_mask[0] else x.new_empty(0), dbias
 
@@ -155,7 +157,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Returns a contiguous tensor of gate's shape and dtype. The product is taken before rounding. Raises ValueError or
     TypeError where gate and up differ in shape, dtype or device, or are not floating.
     """
-    return (_silu(_wide(gate)) * _wide(up)).to(gate.dtype).contiguous()
+    return (_silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
 def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -164,7 +166,7 @@ def swiglu_vjp(dout: Tensor, gate: Tensor, up: Tensor, output_mask: Sequence[boo
     dout, gate, up: one shape, any strides, floating. dgate = dout · up · silu'(gate) and dup = dout · silu(gate),
     computed in fp32 (fp64 for fp64), in the inputs' dtype.
     """
-    wide = _wide(gate)
+    wide = widened(gate)
     return _gated_vjp(dout, gate, up, _silu(wide), _silu_slope(wide), output_mask)
 
 
@@ -178,7 +180,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     Returns a contiguous tensor of gate's shape and dtype. The product is taken before rounding. Raises ValueError or
     TypeError where gate and up differ in shape, dtype or device, or are not floating, and for another ``approximate``.
     """
-    return (_gelu(_wide(gate), approximate) * _wide(up)).to(gate.dtype).contiguous()
+    return (_gelu(widened(gate), approximate) * widened(up)).to(gate.dtype).contiguous()
 
 
 def geglu_vjp(
@@ -189,16 +191,12 @@ def geglu_vjp(
     dout, gate, up: one shape, any strides, floating. dgate = dout · up · gelu'(gate) and dup = dout · gelu(gate),
     computed in fp32 (fp64 for fp64), in the inputs' dtype.
     """
-    wide = _wide(gate)
+    wide = widened(gate)
     return _gated_vjp(dout, gate, up, _gelu(wide, approximate), _gelu_slope(wide, approximate), output_mask)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    return _wide(x) if bias is None else _wide(x) + bias.to(torch.promote_types(x.dtype, torch.float32))
+    return widened(x) if bias is None else widened(x) + bias.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -233,6 +231,6 @@ def _normal_cdf(x: Tensor, approximate: str) -> Tensor:
 def _gated_vjp(
     dout: Tensor, gate: Tensor, up: Tensor, value: Tensor, slope: Tensor, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    dgate = (_wide(dout) * _wide(up) * slope).to(gate.dtype).contiguous() if output_mask[0] else gate.new_empty(0)
-    dup = (_wide(dout) * value).to(up.dtype).contiguous() if output_mask[1] else up.new_empty(0)
+    dgate = (widened(dout) * widened(up) * slope).to(gate.dtype).contiguous() if output_mask[0] else gate.new_empty(0)
+    dup = (widened(dout) * value).to(up.dtype).contiguous() if output_mask[1] else up.new_empty(0)
     return dgate, dup

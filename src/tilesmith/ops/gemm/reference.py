@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilesmith.device.accumulation import sum_dtype
 from tilesmith.ops.norm import reference as norm
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "relu_squared")
@@ -24,7 +25,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     Raises TypeError where dtypes differ or are not floating, ValueError for other shapes or devices.
     """
-    acc = _acc(a)
+    acc = sum_dtype(a)
     return (a.to(acc) @ b.to(acc)).to(a.dtype).contiguous()
 
 
@@ -34,7 +35,7 @@ def matmul_vjp(dy: Tensor, a: Tensor, b: Tensor, output_mask: Sequence[bool]) ->
     dy: [..., M, N] or [N], in a's dtype. da: a's shape and dtype; db: [K, N], in b's dtype. Sums are fp32 (fp64 for
     fp64), rounded once.
     """
-    acc = _acc(a)
+    acc = sum_dtype(a)
     dy, rows = flat(dy).to(acc), flat(a).to(acc)
     da = (dy @ b.to(acc).t()).to(a.dtype).reshape(a.shape) if output_mask[0] else a.new_empty(0)
     db = (rows.t() @ dy).to(b.dtype).contiguous() if output_mask[1] else b.new_empty(0)
@@ -57,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises TypeError for a dtype that is not float16, bfloat16, float32 or float64, and for a weight or bias of fewer
     bits than x; ValueError for shapes or devices that do not fit.
     """
-    acc = _acc(x)
+    acc = sum_dtype(x)
     bias = None if bias is None else bias.to(x.dtype).to(acc)
     return F.linear(x.to(acc), weight.to(x.dtype).to(acc), bias).to(x.dtype).contiguous()
 
@@ -70,7 +71,7 @@ def linear_vjp(
     dy: [..., N]; x: [..., K]; weight: [N, K]; bias: [N] or None. dx = dy · weight, in x's dtype; dweight = dyᵀ · x and
     dbias = Σ dy over rows, each in its parameter's dtype. Sums are fp32 (fp64 for fp64).
     """
-    dy = flat(dy).to(_acc(x))
+    dy = flat(dy).to(sum_dtype(x))
     dx, dweight, dbias = x.new_empty(0), weight.new_empty(0), x.new_empty(0)
     if output_mask[0]:
         dx = (dy @ weight.to(x.dtype).to(dy.dtype)).to(x.dtype).reshape(x.shape)
@@ -103,7 +104,7 @@ def linear_act(
     Source: Hendrycks and Gimpel, arXiv:1606.08415 (GELU, SiLU); So et al., arXiv:2109.08668 (squared ReLU).
     """
     z = linear(x, weight, bias)
-    y = activate(z.to(_acc(x)), activation).to(x.dtype).contiguous()
+    y = activate(z.to(sum_dtype(x)), activation).to(x.dtype).contiguous()
     return y, z if keep_pre and keeps_pre(activation) else x.new_empty((*x.shape[:-1], 0))
 
 
@@ -123,7 +124,7 @@ def linear_act_vjp(
     dz = dy · activation'(z) is rounded to x's dtype; dx, dweight and dbias are those of `linear_vjp` at dz. An empty
     tensor stands for a gradient that `output_mask` does not ask for.
     """
-    acc, dz = _acc(x), dy
+    acc, dz = sum_dtype(x), dy
     if activation in FROM_OUTPUT:
         dz = activation_vjp(dy.to(acc), y.to(acc), activation, from_output=True).to(x.dtype)
     elif activation != "none":
@@ -241,7 +242,7 @@ def memory_efficient_linear_vjp(
     dy: [..., N]; x: [..., K]; weight: [N, K]; bias: [N] or None. As `linear_act_vjp`, but pre-activations are computed
     again, `chunk_rows` rows at a time; dweight and dbias are summed over chunks in fp32 (fp64 for fp64).
     """
-    acc = _acc(x)
+    acc = sum_dtype(x)
     dz = activation_vjp(dy.to(acc), linear(x, weight, bias).to(acc), activation).to(x.dtype)
     return linear_vjp(dz, x, weight, bias, output_mask)
 
@@ -280,7 +281,3 @@ def activation_vjp(dy: Tensor, z: Tensor, activation: str, from_output: bool = F
     if activation == "relu_squared":
         return dy * 2 * (z.sqrt() if from_output else F.relu(z))
     return dy
-
-
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

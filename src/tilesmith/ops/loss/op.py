@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilesmith.device.accumulation import sum_dtype
 from tilesmith.engine import Choice, Op
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.memory import ChunkedOp
@@ -29,18 +30,15 @@ from tilesmith.ops.loss.memory import chosen_mode, described_mode, linear_cross_
 from tilesmith.ops.loss.pitch import empty_rows
 
 
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 @cross_entropy_arguments
 def _fake(call) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_loss(call.logits, call.target, call.reduction)
 
 
 def _fake_loss(x: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
-    loss = x.new_empty(target.shape if reduction == "none" else (), dtype=_acc(x))
-    return loss, x.new_empty(target.shape, dtype=_acc(x)), x.new_empty(2 if reduction == "mean" else 0, dtype=_acc(x))
+    shapes = target.shape if reduction == "none" else (), target.shape, 2 if reduction == "mean" else 0
+    loss, lse, divisors = (x.new_empty(shape, dtype=sum_dtype(x)) for shape in shapes)
+    return loss, lse, divisors
 
 
 @cross_entropy_vjp_arguments
@@ -57,7 +55,7 @@ def _fake_linear(call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
         *_fake_loss(x, call.target, reduction),
         *fakes.gradients_now(x, weight, mask, reference.summed_dtype(weight, call.accumulate_fp32)),
         empty_rows(x, call.target.shape, weight.shape[0]) if keeps else x.new_empty(0),
-        x.new_empty(call.target.shape if keeps else 0, dtype=_acc(x)),
+        x.new_empty(call.target.shape if keeps else 0, dtype=sum_dtype(x)),
     )
 
 

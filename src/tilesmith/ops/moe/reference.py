@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilesmith.device.accumulation import sum_dtype
+
 GATED = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu"}
 UNGATED = ("relu_squared", "relu", "silu", "gelu", "gelu_tanh")
 ACTIVATIONS = (*GATED, *UNGATED)
@@ -68,7 +70,7 @@ def experts(
     Source: Shazeer et al., arXiv:1701.06538; Shazeer, arXiv:2002.05202 (gated activations); gpt-oss model card,
     arXiv:2508.10925 (clamped SwiGLU); Hu et al., arXiv:2106.09685 (LoRA).
     """
-    acc = _acc(x)
+    acc = sum_dtype(x)
     tokens, order, sizes = grouped(x, indices, gate_up.shape[0])
     pairs = flat(x).to(acc)[tokens[order]]
     z = grouped_linear(pairs, gate_up, gate_up_bias, sizes)
@@ -119,7 +121,7 @@ def experts_vjp(
     tensors of an adapter's rank. dgate_up and ddown have the strides of torch.empty_like(gate_up) and of
     torch.empty_like(down), the others are contiguous.
     """
-    acc, dtype = _acc(x), x.dtype
+    acc, dtype = sum_dtype(x), x.dtype
     tokens, order, sizes = grouped(x, indices, gate_up.shape[0])
     found, count = tokens[order], order.numel()
     pairs, dys, z = flat(x).to(acc)[found], flat(dy).to(acc)[found], pre[:count].to(acc)
@@ -206,10 +208,6 @@ def combined(rows: Tensor, order: Tensor, pairs: int, weights: Tensor) -> Tensor
 def flat(x: Tensor) -> Tensor:
     """[..., C] as [T, C]."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _function(z: Tensor, name: str) -> Tensor:

@@ -3,23 +3,20 @@
 import torch
 from torch import Tensor
 
+from tilesmith.device.accumulation import sum_dtype
 from tilesmith.engine import Op
 from tilesmith.ops.moe import checks, route_reference
 
 KERNELS = {"triton": "tilesmith.ops.moe.triton.route"}
 
 
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _fake_route(logits: Tensor, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = (*logits.shape[:-1], top_k)
-    return logits.new_empty(shape, dtype=_acc(logits)), logits.new_empty(shape, dtype=torch.int64)
+    return logits.new_empty(shape, dtype=sum_dtype(logits)), logits.new_empty(shape, dtype=torch.int64)
 
 
 def _fake_losses(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return logits.new_empty((), dtype=_acc(logits)), logits.new_empty((), dtype=_acc(logits))
+    return logits.new_empty((), dtype=sum_dtype(logits)), logits.new_empty((), dtype=sum_dtype(logits))
 
 
 route_vjp = Op(

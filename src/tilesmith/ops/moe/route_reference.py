@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tilesmith.device.accumulation import widened
+
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("top2", "max")
 
@@ -73,7 +75,7 @@ def router_losses(logits: Tensor, indices: Tensor, scores: str = "softmax") -> t
 
     Source: Fedus et al., arXiv:2101.03961 (load balancing); Zoph et al., arXiv:2202.08906 (z-loss).
     """
-    experts, values = logits.shape[-1], _wide(logits).reshape(-1, logits.shape[-1])
+    experts, values = logits.shape[-1], widened(logits).reshape(-1, logits.shape[-1])
     tokens = max(1, values.shape[0])
     loads = _loads(indices, experts).to(values.dtype) / tokens
     balance = experts * (loads * _shares(values, scores).sum(0)).sum() / tokens
@@ -84,7 +86,7 @@ def router_losses_vjp(
     dbalance: Tensor | None, dz_loss: Tensor | None, logits: Tensor, indices: Tensor, scores: str
 ) -> Tensor:
     """The gradient of `router_losses`' logits, in their shape and dtype, contiguous."""
-    experts, values = logits.shape[-1], _wide(logits).reshape(-1, logits.shape[-1])
+    experts, values = logits.shape[-1], widened(logits).reshape(-1, logits.shape[-1])
     tokens = max(1, values.shape[0])
     dlogits = torch.zeros_like(values)
     if dbalance is not None:
@@ -97,12 +99,8 @@ def router_losses_vjp(
     return dlogits.to(logits.dtype).reshape(logits.shape)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _scores(logits: Tensor, scores: str) -> Tensor:
-    return _wide(logits).softmax(-1) if scores == "softmax" else _wide(logits).sigmoid()
+    return widened(logits).softmax(-1) if scores == "softmax" else widened(logits).sigmoid()
 
 
 def _shares(values: Tensor, scores: str) -> Tensor:
@@ -123,7 +121,7 @@ def _chosen(
     logits: Tensor, values: Tensor, top_k: int, bias: Tensor | None, groups: int, kept_groups: int, group_score: str
 ) -> Tensor:
     # Without a bias the logits are in the same order, and a score that saturates in fp32 does not tie them.
-    ranked = _wide(logits).detach() if bias is None and kept_groups == groups else values.detach()
+    ranked = widened(logits).detach() if bias is None and kept_groups == groups else values.detach()
     if bias is not None:
         ranked = ranked + bias.to(ranked.dtype)
     if kept_groups < groups:

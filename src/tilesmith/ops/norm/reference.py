@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilesmith.device.accumulation import sum_dtype
 from tilesmith.device.rows import empty_row_values, empty_rows, row_order
 
 
@@ -178,7 +179,7 @@ def add_layer_norm_vjp(
 def rms_normed(
     x: Tensor, y_dtype: torch.dtype, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
-    wide = x.to(_acc(x))
+    wide = x.to(sum_dtype(x))
     if casting == "none":
         narrow = x.to(y_dtype)
         rstd = torch.rsqrt(narrow.square().mean(-1) + eps).to(wide.dtype)
@@ -198,7 +199,7 @@ def rms_normed(
 def layer_normed(
     x: Tensor, y_dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = x.to(_acc(x))
+    wide = x.to(sum_dtype(x))
     mean = wide.mean(-1)
     centered = wide - mean.unsqueeze(-1)
     rstd = torch.rsqrt(centered.square().mean(-1) + eps)
@@ -219,7 +220,7 @@ def rms_gradients(
     offset: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    acc = _acc(x)
+    acc = sum_dtype(x)
     xhat = x.to(acc) * rstd.unsqueeze(-1)
     dy = torch.zeros_like(xhat) if dy is None else dy.to(acc)
     dx, dweight = x.new_empty(0), x.new_empty(0)
@@ -242,7 +243,7 @@ def layer_gradients(
     rstd: Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    acc = _acc(x)
+    acc = sum_dtype(x)
     xhat = (x.to(acc) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     dy = torch.zeros_like(xhat) if dy is None else dy.to(acc)
     dx, dweight, dbias = x.new_empty(0), x.new_empty(0), x.new_empty(0)
@@ -256,10 +257,6 @@ def layer_gradients(
     if output_mask[2]:
         dbias = _sum_rows(dy, bias.dtype)
     return dx, dweight, dbias
-
-
-def _acc(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _sum_rows(x: Tensor, dtype: torch.dtype, kept: int = 1) -> Tensor:

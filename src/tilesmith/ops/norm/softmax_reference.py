@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.device import philox
+from tilesmith.device.accumulation import widened
 from tilesmith.device.rows import empty_rows, row_order
 
 
@@ -37,7 +38,7 @@ def softmax_vjp(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     · (dy − Σ dy · y / Σ y), where the sums run over the last dim; dividing by Σ y takes up the rounding of y.
     """
     visible = _visible(y, causal)
-    wide, dy = _wide(y), _hidden_zero(_wide(dy), visible)
+    wide, dy = widened(y), _hidden_zero(widened(dy), visible)
     return _packed(_pull(dy, wide, scale, visible).to(y.dtype), y)
 
 
@@ -80,7 +81,7 @@ def softmax_dropout_vjp(
     visible = _visible(x, causal)
     weights = torch.exp(_scores(x, scale, visible) - top.unsqueeze(-1))
     y = _hidden_zero(weights / total.unsqueeze(-1), visible)
-    dy = _hidden_zero(_wide(dout), visible)
+    dy = _hidden_zero(widened(dout), visible)
     if p > 0.0:
         dy = philox.dropout(dy, seed, p)
     return _pull(dy, y, scale, visible).to(x.dtype).contiguous()
@@ -91,12 +92,8 @@ def _pull(dy: Tensor, y: Tensor, scale: float, visible: Tensor | None) -> Tensor
     return _hidden_zero(scale * y * (dy - mean), visible)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _scores(x: Tensor, scale: float, visible: Tensor | None) -> Tensor:
-    scores = _wide(x) * scale
+    scores = widened(x) * scale
     return scores if visible is None else torch.where(visible, scores, float("-inf"))
 
 

@@ -9,7 +9,7 @@ from tilesmith.engine import Case, T
 from tilesmith.engine.case import BENCH, GPU, SMALL
 from tilesmith.engine.inits import far_heads, tokens_first
 from tilesmith.ops.rotary import norm_cases
-from tilesmith.ops.rotary.norm_cases import normed
+from tilesmith.ops.rotary.norm_cases import angle_bytes, normed
 
 TILES = frozenset({"test", "compile"})  # shapes that Hopper's kernels serve
 
@@ -216,13 +216,8 @@ def _moved(x: Tensor | None) -> int:
     return 0 if x is None else 2 * x.numel() * x.element_size()
 
 
-def _angle_bytes(cos: Tensor, tokens: int) -> int:
-    """cos and sin read once, as many of their rows as a row of the batch has tokens."""
-    return 2 * cos.shape[-1] * cos.element_size() * min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.ndim == 3 else 1)
-
-
 bytes_moved = {
-    "rope": lambda q, k, cos: _moved(q) + _moved(k) + _angle_bytes(cos, q.shape[2]),
-    "rope_vjp": lambda q, k, cos: _moved(q) + _moved(k) + _angle_bytes(cos, q.shape[2]),
+    "rope": lambda q, k, cos: _moved(q) + _moved(k) + angle_bytes(cos, q.shape[2]),
+    "rope_vjp": lambda q, k, cos: _moved(q) + _moved(k) + angle_bytes(cos, q.shape[2]),
     **norm_cases.bytes_moved,
 }

@@ -24,12 +24,12 @@ def normed(name: str, rope_args: dict, tags: frozenset[str], *, weights: str = "
     return Case(name, {"q": q, "k": k, **both, **rest, **options}, tags, **dtypes)
 
 
-def _angles(cos: Tensor, tokens: int) -> int:
+def angle_bytes(cos: Tensor, tokens: int) -> int:
     """cos and sin read once, as many of their rows as a row of the batch has tokens."""
     return 2 * cos.shape[-1] * cos.element_size() * min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.ndim == 3 else 1)
 
 
 bytes_moved = {
-    "rms_norm_rope": lambda q, k, cos: 2 * held(q, k) + _angles(cos, q.shape[2]),
-    "rms_norm_rope_vjp": lambda q, k, cos: 3 * held(q, k) + _angles(cos, q.shape[2]),
+    "rms_norm_rope": lambda q, k, cos: 2 * held(q, k) + angle_bytes(cos, q.shape[2]),
+    "rms_norm_rope_vjp": lambda q, k, cos: 3 * held(q, k) + angle_bytes(cos, q.shape[2]),
 }

@@ -1,53 +1,19 @@
-"""Packed models as safetensors files, and back."""
+"""load_ultra_precision_module: a packed model from its file."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilesmith import _install
-from tilesmith.precision.adaptive.config import (
-    AllocationStrategy,
-    PrecisionConfig,
-    PrecisionFormat,
-    QuantizationMode,
-)
 from tilesmith.precision.adaptive.layer import PARTS, PackedLinear
 from tilesmith.precision.adaptive.layers import check_model, device_of, eligible, place, structure_of
-from tilesmith.precision.adaptive.module import Made, UltraPrecisionModule
+from tilesmith.precision.adaptive.module import UltraPrecisionModule
+from tilesmith.precision.adaptive.packed_file import read
 
 OP = "load_ultra_precision_module"
-FORMAT = "tilesmith packed 1"
-KINDS = {
-    "base_precision": PrecisionFormat,
-    "allocation_strategy": AllocationStrategy,
-    "quantization_mode": QuantizationMode,
-}
-
-
-def save(packed: UltraPrecisionModule, path: str | os.PathLike) -> None:
-    """Write the tensors of a packed model once each, and what its layers are, to a safetensors file at `path`."""
-    save_file = _safetensors("save_file")
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    names: dict[tuple, str] = {}
-    for name, tensor in packed.model.state_dict().items():
-        kind = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
-        if tensor.numel() and kind in names:
-            aliases[name] = names[kind]
-        else:
-            names[kind], tensors[name] = name, tensor.detach().contiguous()
-    layers = {n: m.out_features for n, m in packed.model.named_modules() if isinstance(m, PackedLinear)}
-    made = dataclasses.asdict(packed._made)
-    config = {n: v.value if isinstance(v, Enum) else v for n, v in dataclasses.asdict(packed.config).items()}
-    said = {"format": FORMAT, "layers": layers, "aliases": aliases, "made": made, "config": config}
-    save_file(tensors, os.fspath(path), metadata={"tilesmith": json.dumps(said)})
 
 
 @torch.inference_mode(False)  # adapters could not be trained on tensors that are made in it
@@ -66,8 +32,7 @@ def load_ultra_precision_module(
     """
     check_model(OP, model)
     device = device_of(OP, device)
-    safe_open = _safetensors("safe_open")
-    said, tensors = _read(safe_open, os.fspath(path))
+    said, tensors = read(os.fspath(path))
     linear, left = eligible(model)
     absent = sorted(set(said["layers"]) - set(linear))
     if absent:
@@ -121,43 +86,3 @@ def _take(path: Any, work: nn.Module, tensors: dict[str, Tensor]) -> None:
                     table[name] = fresh[id(old)]
                 else:
                     table[name] = fresh[id(old)]
-
-
-def _read(safe_open: Any, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a file says of the packed model, and its tensors. ValueError where it is none, or says what makes no
-    sense."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: there is no such file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as problem:  # safetensors' own, of which every version has another
-        raise ValueError(f"{path} is not a safetensors file: {problem}") from problem
-    try:
-        said = json.loads((metadata or {}).get("tilesmith", "{}"))
-        format = said.get("format")
-    except (ValueError, AttributeError) as problem:
-        raise ValueError(f"{path} is not a packed model: its metadata cannot be read: {problem}") from problem
-    if format != FORMAT:
-        raise ValueError(f"{path} is not a packed model: its format is {format!r}, known is {FORMAT!r}")
-    try:
-        config = {n: KINDS[n](v) if n in KINDS else v for n, v in said["config"].items()}
-        said |= {"config": PrecisionConfig(**config), "made": Made(**said["made"])}
-        if not all(isinstance(rows, int) for rows in said["layers"].values()):
-            raise TypeError("layers must have numbers of rows")
-        tensors |= {name: tensors[source] for name, source in said["aliases"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        told = f"it lacks {problem}" if isinstance(problem, KeyError) else problem
-        raise ValueError(f"{path}: the file's metadata of the packed model is incomplete: {told}") from problem
-    return said, tensors
-
-
-def _safetensors(name: str) -> Any:
-    """`safe_open` or `save_file`; ImportError says what to install."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as problem:
-        raise ImportError(f"packed models are safetensors files: {_install.command('cli')}") from problem
-    return safetensors.safe_open if name == "safe_open" else safetensors.torch.save_file

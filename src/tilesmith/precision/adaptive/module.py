@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,8 +32,9 @@ from tilesmith.precision.adaptive.layers import (
     structure_of,
     unchanged,
 )
+from tilesmith.precision.adaptive.packed_file import write
 from tilesmith.precision.adaptive.sensitivity import Seen, observe
-from tilesmith.precision.adaptive.stats import LayerPrecision, PrecisionStats
+from tilesmith.precision.adaptive.stats import LayerPrecision, Made, PrecisionStats
 
 log = logging.getLogger(__name__)
 
@@ -87,22 +87,7 @@ class UltraPrecisionModule(nn.Module):
 
     def save_packed(self, path: str) -> None:
         """Write the model to one safetensors file; see `load_ultra_precision_module`."""
-        from tilesmith.precision.adaptive.checkpoint import save
-
-        save(self, path)
-
-
-@dataclass(frozen=True)
-class Made:
-    """How a packed model came about."""
-
-    base_bytes: int
-    original_bytes: int
-    skipped: Mapping[str, str]
-    strategy: str
-    fallback: str = ""
-    held_out: Mapping[str, float] = field(default_factory=dict)
-    shares: Mapping[str, float] = field(default_factory=dict)
+        write(path, self.model, self.config, self._made)
 
 
 @torch.inference_mode(False)  # what is made in it could not be differentiated later

@@ -1,9 +1,9 @@
-"""PrecisionStats: what a packed model takes, layer by layer, and how its widths were chosen."""
+"""What a packed model takes, layer by layer, and how it came about."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tilesmith.rewrite.report import wrapped
 
@@ -18,6 +18,19 @@ class LayerPrecision:
     bytes: int
     tiles: Mapping[int, int]
     sensitivity: float | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a packed model came about."""
+
+    base_bytes: int
+    original_bytes: int
+    skipped: Mapping[str, str]
+    strategy: str
+    fallback: str = ""
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
