@@ -149,6 +149,17 @@ NAMES = [
     ("optimize", lambda: tilesmith.optimize("llama"), "model|str|torch.nn.Module"),
     ("only", lambda: tilesmith.optimize(PLAIN, only="norms"), "only|norms|the rules are norm, add_norm"),
     ("exclude", lambda: tilesmith.optimize(PLAIN, exclude=["attn"]), "exclude|attn|neither a module"),
+    (
+        "only what is excluded",
+        lambda: tilesmith.optimize(PLAIN, only=["norm", "mlp"], exclude=["mlp", "norm", "rope"]),
+        "exclude names all that only does|norm, mlp|nothing would be replaced",
+    ),
+    (
+        "switches of Liger",
+        lambda: tilesmith.optimize(PLAIN, rms_norm=True, rope=False),
+        "no argument rms_norm (got bool True)|rules are chosen by only=['norm']|rope (got bool False)|exclude=['rope']",
+    ),
+    ("a misspelled switch", lambda: tilesmith.optimize(PLAIN, graph=True), "no argument graph|Did you mean 'graphs'?"),
     ("report", lambda: tilesmith.report(PLAIN), "report: model|not optimised|tilesmith.optimize(model)"),
     (
         "kernel of no op",

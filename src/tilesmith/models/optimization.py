@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from torch import nn
 
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag
+from tilesmith.engine.arguments import shown, suggestion
 from tilesmith.models.advice import advised
 from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
@@ -97,6 +99,7 @@ def optimize(
     exclude: str | Collection[str] = (),
     compile: Literal["between"] | None = None,
     graphs: bool | Literal["auto"] = False,
+    **misplaced: NoReturn,
 ) -> Model:
     """Make the modules of `model` compute through `tilesmith.ops` where they provably compute the same.
 
@@ -129,11 +132,14 @@ def optimize(
         reverts everything, also in a copy or an unpickled model.
 
     Raises:
-        TypeError: `model` is not a module, `strict` not a bool, or `graphs` neither a bool nor "auto". ValueError:
-        `only` names an unknown rule, or none; `exclude` names neither a rule nor a module, or has a pattern that
-        matches none; `compile` is neither None nor "between"; `graphs` is another string than "auto"; no block repeats
-        for `compile` or `graphs`; `fit_sequence` was called first. RewriteError: see `strict`.
+        TypeError: `model` is not a module, `strict` not a bool, or `graphs` neither a bool nor "auto"; for an argument
+        that there is not, with what to write for it. ValueError: `only` names an unknown rule, or none but those of
+        `exclude`; `exclude` names neither a rule nor a module, or has a pattern that matches none; `compile` is neither
+        None nor "between"; `graphs` is another string than "auto"; no block repeats for `compile` or `graphs`;
+        `fit_sequence` was called first. RewriteError: see `strict`.
     """
+    if misplaced:
+        raise TypeError(_spelled(misplaced))
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"optimize: model is {type(model).__name__}; it must be a torch.nn.Module: give the model itself, not its "
@@ -177,6 +183,27 @@ def optimize(
     return model
 
 
+_RULE_OF = {
+    **dict.fromkeys(("rms_norm", "layer_norm"), "norm"),
+    **dict.fromkeys(("swiglu", "geglu"), "mlp"),
+    **dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), "loss"),
+}
+"""Switches of Liger -> our rule."""
+
+
+def _spelled(misplaced: dict[str, Any]) -> str:
+    """What to write in place of keywords that `optimize` does not have."""
+    told, rules = [], {rule.name for rule in RULES}
+    for name, value in misplaced.items():
+        rule = _RULE_OF.get(name, name)
+        if rule in rules:
+            do = f": rules are chosen by {'exclude' if value is False else 'only'}=[{rule!r}]"
+        else:
+            do = f". {suggestion(name, inspect.signature(optimize).parameters)}"
+        told.append(f"{name} (got {shown(value)}){do}")
+    return f"optimize has no argument {'; nor '.join(told)}"
+
+
 def _asked(
     model: nn.Module, only: str | Collection[str] | None, exclude: str | Collection[str]
 ) -> tuple[list[str], list[str]]:
@@ -201,6 +228,8 @@ def _asked(
             + (f". Did you mean {close[0]!r}?" if close else "")
         )
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    if only is not None and set(wanted) <= set(patterns):
+        raise ValueError(f"optimize: exclude names all that only does, {', '.join(wanted)}: nothing would be replaced")
     modules = [fqn for fqn, _ in model.named_modules()]
     known = {*names, *modules}
     unknown = [pattern for pattern in patterns if pattern not in known and not set(pattern) & set("*?[")]
