@@ -1,11 +1,11 @@
-"""attention of few rows on a cache on Hopper, in one launch: clusters of CTAs that share a kv head's keys.
+"""attention of few rows on a cache on Hopper: clusters of CTAs that share a kv head's keys, or CTAs alone.
 
 Rows are pairs of a token and a query head of one kv head, at most 16, which each warp holds whole: of each block of
 keys it meets its own, by products of single warps, and keeps row maxima and sums of its own. So nothing waits for
 other warps before the end, where the warps' parts are put together in shared memory, and the CTAs' parts in those
 of the cluster: each row has an owner, to whom the others send what they have of it. No part goes through memory, and no
-second kernel is launched. Where there are few kv heads, CTAs alone share their keys, and a second kernel
-(`combine`) combines what they write.
+second kernel is launched. CTAs alone have a kv head each where heads are many; where they are very few, or lengths may
+differ much, several share a head's keys and a second kernel combines what they write (`plan.decode.divided_keys`).
 """
 
 from tilesmith.device.gluon.cluster import (

@@ -1,4 +1,4 @@
-"""The plans of attention's forward with the keys split over CTAs: Hopper's two, and Triton's."""
+"""The plans of attention's forward with the keys split over CTAs: Hopper's three, and Triton's."""
 
 from __future__ import annotations
 
