@@ -259,7 +259,7 @@ def test_selections_are_refused_by_name():
     [
         ({"v": None}, TypeError, "v must be a tensor, got None"),
         ({"q": torch.randn(1, 3, 20, 8)}, ValueError, "k has 2 heads, which does not divide the 3 heads of q"),
-        ({"k": torch.randn(1, 0, 20, 8), "v": torch.randn(1, 0, 20, 8)}, ValueError, "k has 0 heads"),
+        ({"k": torch.randn(1, 0, 20, 8), "v": torch.randn(1, 0, 20, 8)}, ValueError, "q and k must have at least one"),
         ({"k": torch.randn(1, 2, 20, 4)}, ValueError, "k must have q's head dim 8, got 4"),
         ({"block_indices": torch.zeros(1, 2, 20, 2, device="meta").long()}, ValueError, "block_indices is on meta"),
         ({"block_indices": torch.full((1, 2, 20, 2), 2)}, ValueError, "block_indices holds 2; there are 2 blocks"),

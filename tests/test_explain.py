@@ -10,7 +10,8 @@ import tilesmith
 from tilesmith import _install, ops
 from tilesmith.cli.recorder import choices_of
 from tilesmith.engine import Op, Space, kernel, optimize_kernel, register_kernel
-from tilesmith.hardware.detect import arch_named, assuming
+from tilesmith.engine.metadata import describer
+from tilesmith.hardware.detect import arch_named, arch_of, assuming
 
 DOORS = {
     "attention": lambda x: ((x, x, x, ops.Mask(causal=True)), {"dropout_p": 0.1}),
@@ -239,3 +240,15 @@ def test_without_triton_nothing_is_claimed_of_a_gpu_that_is_not_here(monkeypatch
     assert there.because.endswith(_install.triton())
     assert tilesmith.explain("rms_norm", x, weight).because == "rank 0, the highest that accepts"
     assert tilesmith.explain("rms_norm", x, weight, arch="apple").because.startswith("rank")
+
+
+@pytest.mark.parametrize("assumed_first", [False, True])
+def test_a_call_is_described_on_the_architecture_that_is_assumed(assumed_first):
+    """Whatever was described before."""
+    describe, x, there = describer("scaled", ["x"]), torch.ones(2), arch_named("sm90")
+    for assumed in (assumed_first, not assumed_first):
+        if assumed:
+            with assuming(there):
+                assert describe(x).arch is there
+        else:
+            assert describe(x).arch is arch_of("cpu")

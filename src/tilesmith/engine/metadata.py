@@ -31,7 +31,6 @@ def describer(name: str, parameters: Sequence[str]) -> Callable[..., Any]:
     Tensors become TensorFacts, lists become tuples, floats become None (a rejection may not depend on them).
     """
     kind = namedtuple(f"{name}_call", [*parameters, "arch"])
-    archs: dict[torch.device | None, Any] = {}
 
     def describe(*args: Any) -> Any:
         values: list[Any] = []
@@ -48,10 +47,7 @@ def describer(name: str, parameters: Sequence[str]) -> Callable[..., Any]:
                 values.append(None)
             else:
                 values.append(tuple(a) if type(a) is list else a)
-        arch = archs.get(device)
-        if arch is None:
-            arch = archs[device] = arch_of(device or torch.device("cpu"))
-        values.append(arch)
+        values.append(arch_of(device or torch.device("cpu")))  # in `assuming` that of another device
         return kind._make(values)
 
     return describe
