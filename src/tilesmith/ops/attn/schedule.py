@@ -38,7 +38,7 @@ def split_cost(tiles: int, blocks: int, ctas: int, traffic: float, splits: int) 
 
 class CtaTile(NamedTuple):
     """A tile of keys of a decode whose CTAs share nothing. stages: tiles in flight. per_sm: CTAs that share an SM.
-    most: how much one CTA reads at most, where 1 is an SM's share of the memory's bandwidth when all are busy."""
+    most: GB/s that one CTA reads at most."""
 
     block_n: int
     stages: int
@@ -46,23 +46,22 @@ class CtaTile(NamedTuple):
     most: float
 
 
-def keys_cost(ctas: int, size: float, tile: CtaTile, sms: int) -> float:
-    """The predicted time of so many CTAs that read keys and values, in KB that an SM reads when all are busy. size: KB
-    of a CTA."""
+def keys_time(ctas: int, size: float, tile: CtaTile, sms: int, share: float) -> float:
+    """The predicted µs of so many CTAs that read keys and values. size: KB of a CTA. share: GB/s of an SM when all are
+    busy."""
     slots = sms * tile.per_sm
-    rest = ctas % slots
-    last = max(rest / sms, 1 / tile.most, cdiv(rest, sms) / MOST_OF_SM) if rest else 0.0
-    shared = 1.0 if tile.per_sm == 1 else SEVERAL
-    return (ctas // slots * tile.per_sm + last) * size * shared + START_KB * cdiv(ctas, slots)
+    waves, rest = divmod(ctas, slots)
+    last = max(rest / (sms * share), 1 / tile.most, cdiv(rest, sms) / MOST_OF_SM) if rest else 0.0
+    walk = (waves * tile.per_sm / share + last) * size * (SEVERAL if tile.per_sm > 1 else 1.0)
+    return walk + START * (waves + (rest > 0))
 
 
-MOST_OF_SM = 2.45
-"""How much an SM reads when others are idle, by its share of the bandwidth when all are busy. These four and the tiles'
-are fitted to 70 calls of an H200, where a share is 35 GB/s: what is chosen by them loses 1 % of the best of four tiles
-and six divisions, 5 % at most."""
+MOST_OF_SM = 85.0
+"""GB/s that an SM reads at most. These four and the tiles' are fitted to 77 calls of an H200, where a share is 35 GB/s:
+what is chosen by them takes .7 % longer than the best of four tiles and six divisions, 5.5 % at most."""
 SEVERAL = 1.05  # times what one CTA an SM takes: the SMs' loads differ
-START_KB = 64  # of a CTA
-COMBINE_KB = 90  # of a second launch
+START = 1.8  # µs of a CTA
+COMBINE = 2.6  # µs of a second launch
 
 
 def run_of(choices: Sequence[int], more: int, blocks: int, rows: int, sms: int) -> int:

@@ -22,7 +22,10 @@ from tilesmith.ops.attn.plan.tables import (
     alone_tiles,
     cluster_tile,
 )
-from tilesmith.ops.attn.schedule import COMBINE_KB, MOST_OF_SM, CtaTile, keys_cost, splits_of
+from tilesmith.ops.attn.schedule import COMBINE, MOST_OF_SM, CtaTile, keys_time, splits_of
+
+READ = 0.96  # of the memory's bandwidth, at most
+SHARE = 35.0  # GB/s of an SM, where the bandwidth is not known
 
 
 class Clusters(NamedTuple):
@@ -226,6 +229,7 @@ def divided_keys(s: Shape, arch: Any, config: ClusterConfig, room: Clusters) -> 
     window, heads, dim = window_of(s), s.batch * s.kv_heads, max(s.dim, s.value_dim)
     seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
     tile, sms = cluster_tile(dim), max(1, arch.sms)
+    share = READ * arch.bandwidth / (1e9 * sms) or SHARE
     found = config._replace(block_n=config.block_n or tile.block_n, stages=config.stages or tile.stages)
     if config.parts:
         return found, ""
@@ -242,31 +246,31 @@ def divided_keys(s: Shape, arch: Any, config: ClusterConfig, room: Clusters) -> 
     size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024  # KB of a kv head
     tiles = [x for x in alone_tiles(dim) if config.block_n in (0, x.block_n)]
     tiles = tiles or [CtaTile(found.block_n, found.stages, 1, MOST_OF_SM)]
-    chosen, splits, cost = alone(heads, seen, size, tiles, ragged, sms)
+    chosen, splits, time = alone(heads, seen, size, tiles, ragged, sms, share)
     if parts:
         one = CtaTile(found.block_n, found.stages, 1, tiles[0].most)
-        if keys_cost(heads * parts, size / parts, one, sms) <= cost:
+        if keys_time(heads * parts, size / parts, one, sms, share) <= time:
             return found._replace(parts=parts, splits=1), ""
     stages = config.stages or chosen.stages
     return found._replace(block_n=chosen.block_n, stages=stages, parts=1, splits=splits), why
 
 
 def alone(
-    heads: int, keys: int, size: float, tiles: Sequence[CtaTile], ragged: bool, sms: int
+    heads: int, keys: int, size: float, tiles: Sequence[CtaTile], ragged: bool, sms: int, share: float
 ) -> tuple[CtaTile, int, float]:  # fmt: skip
     """The tile of CTAs that share nothing, among how many of them the keys of a kv head are divided, and their
-    predicted time. heads: kv heads of all batch rows. size: KB of a head's keys and values. ragged: batch rows may have
-    few of their keys."""
+    predicted time, µs. heads: kv heads of all batch rows. size: KB of a head's keys and values. ragged: batch rows may
+    have few of their keys. share: GB/s of an SM when all are busy."""
 
-    def cost(tile: CtaTile, splits: int) -> float:
-        return keys_cost(heads * splits, size / splits, tile, sms) + (COMBINE_KB if splits > 1 else 0)
+    def time(tile: CtaTile, splits: int) -> float:
+        return keys_time(heads * splits, size / splits, tile, sms, share) + (COMBINE if splits > 1 else 0)
 
     if ragged:  # the longest row may keep the others waiting
         most = max(1, cdiv(keys, tiles[0].block_n))
         splits = min(most, max(cdiv(keys, ALONE_KEYS.value), sms // heads, 1))
-        return tiles[0], splits, cost(tiles[0], splits)
+        return tiles[0], splits, time(tiles[0], splits)
     made = [(x, n) for x in tiles for n in (1, 2, 4, 8, 16, 32, 64) if n == 1 or n * x.block_n <= keys]
-    return min(((*pair, cost(*pair)) for pair in made), key=itemgetter(2))
+    return min(((*pair, time(*pair)) for pair in made), key=itemgetter(2))
 
 
 def _number(splits: int, parts: int) -> str:
