@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilesmith.engine import torch_private
-from tilesmith.engine.arguments import as_tensor, dense, shown, suggestion
+from tilesmith.engine.arguments import as_tensor, dense, no_argument, shown
 from tilesmith.engine.written import written
 from tilesmith.hardware.detect import detect_available_devices
 
@@ -39,8 +39,7 @@ def suggesting(kind: type[_T]) -> type[_T]:
         raise TypeError(f"{kind.__name__}: fields that are no arguments, or are made anew, are not supported")
 
     def refuse(misplaced: dict[str, Any]) -> None:
-        told = "; nor ".join(f"{n} (got {shown(x)}). {suggestion(n, names)}" for n, x in misplaced.items())
-        raise TypeError(f"{kind.__name__} has no argument {told}")
+        raise TypeError(no_argument(kind.__name__, misplaced, names))
 
     given = ", ".join(n if p.default is p.empty else f"{n}=defaults[{n!r}]" for n, p in zip(names, parameters))
     lines = [f"def __init__(self, {given}, **misplaced):", "    if misplaced:", "        refuse(misplaced)"]

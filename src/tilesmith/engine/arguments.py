@@ -10,7 +10,7 @@ import numbers
 import types
 import typing
 from collections import namedtuple
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,17 +137,34 @@ def _kind(annotation: Any) -> tuple[tuple[type, ...], tuple[type, ...], bool, st
 _LISTED = 48  # names that an error lists
 
 
-def suggestion(name: str, known: Collection[str]) -> str:
-    """What to say after an unknown name: the known one that is spelled most alike, or the known ones but gradients."""
+def alike(name: str, known: Collection[str]) -> str:
+    """What to say after an unknown name of the known one that is spelled most alike, or nothing."""
     spelled = {word.lower(): word for word in known}
     close = difflib.get_close_matches(name.lower(), spelled, n=1)
+    return f"Did you mean {spelled[close[0]]!r}?" if close else ""
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """What to say after an unknown name: the known one that is spelled most alike, or the known ones but gradients."""
+    close = alike(name, known)
     if close:
-        return f"Did you mean {spelled[close[0]]!r}?"
+        return close
     forward = sorted(name for name in known if not name.endswith("_vjp"))
     left_out = len(forward) - _LISTED
     more = f" and {left_out} more" if left_out > 0 else ""
     gradients = " (and their gradients, <op>_vjp)" if len(forward) < len(known) else ""
     return f"Known: {', '.join(forward[:_LISTED])}{more}{gradients}"
+
+
+def no_argument(
+    of: str, given: Mapping[str, Any], known: Collection[str], instead: Mapping[str, str] = types.MappingProxyType({})
+) -> str:  # fmt: skip
+    """What to say of keywords that a function does not have. known: its parameters. instead: name -> what to do."""
+    told = []
+    for name, value in given.items():
+        do = f": {instead[name]}" if name in instead else f". {suggestion(name, known)}"
+        told.append(f"{name} (got {shown(value)}){do}")
+    return f"{of} has no argument {'; nor '.join(told)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

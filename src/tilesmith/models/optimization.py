@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Collection
@@ -13,7 +12,7 @@ from torch import nn
 
 from tilesmith import rewrite
 from tilesmith.engine.argument_checks import flag
-from tilesmith.engine.arguments import shown, suggestion
+from tilesmith.engine.arguments import alike, no_argument
 from tilesmith.models.advice import advised
 from tilesmith.models.attention.inline import InlineAttentionRule
 from tilesmith.models.attention.interface import AttentionRule
@@ -193,15 +192,13 @@ _RULE_OF = {
 
 def _spelled(misplaced: dict[str, Any]) -> str:
     """What to write in place of keywords that `optimize` does not have."""
-    told, rules = [], {rule.name for rule in RULES}
-    for name, value in misplaced.items():
-        rule = _RULE_OF.get(name, name)
-        if rule in rules:
-            do = f": rules are chosen by {'exclude' if value is False else 'only'}=[{rule!r}]"
-        else:
-            do = f". {suggestion(name, inspect.signature(optimize).parameters)}"
-        told.append(f"{name} (got {shown(value)}){do}")
-    return f"optimize has no argument {'; nor '.join(told)}"
+    switches = _RULE_OF | {rule.name: rule.name for rule in RULES}
+    instead = {
+        name: f"rules are chosen by {'exclude' if value is False else 'only'}=[{switches[name]!r}]"
+        for name, value in misplaced.items()
+        if name in switches
+    }
+    return no_argument("optimize", misplaced, inspect.signature(optimize).parameters, instead)
 
 
 def _asked(
@@ -222,10 +219,9 @@ def _asked(
         )
     unknown = [name for name in wanted if name not in names]
     if unknown:
-        close = difflib.get_close_matches(unknown[0].lower(), names, n=1)
+        close = alike(unknown[0], names)
         raise ValueError(
-            f"optimize: only names {', '.join(unknown)}; the rules are {', '.join(names)}"
-            + (f". Did you mean {close[0]!r}?" if close else "")
+            f"optimize: only names {', '.join(unknown)}; the rules are {', '.join(names)}{close and f'. {close}'}"
         )
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     if only is not None and set(wanted) <= set(patterns):

@@ -16,7 +16,7 @@ from tilesmith.device import portable
 from tilesmith.device.dropout import draws_seed
 from tilesmith.engine import Op
 from tilesmith.engine.argument_checks import probability
-from tilesmith.engine.arguments import shown, suggestion
+from tilesmith.engine.arguments import no_argument
 from tilesmith.engine.backends import declare_backend
 from tilesmith.engine.metadata import describer
 from tilesmith.engine.sharding import distributed
@@ -294,16 +294,9 @@ _SPELLINGS = {
 
 def _spelled(misplaced: dict[str, Any]) -> str:
     """What to write in place of keywords that `attention` does not have."""
-    told = []
-    for name, value in misplaced.items():
-        if name == "enable_gqa":
-            do = ": leave it out: heads of q that share one of k and v need no expanding"
-        elif name in _SPELLINGS:
-            do = f": write {_SPELLINGS[name]}"
-        else:
-            do = f". {suggestion(name, inspect.signature(attention).parameters)}"
-        told.append(f"{name} (got {shown(value)}){do}")
-    return f"attention has no argument {'; nor '.join(told)}"
+    instead = {name: f"write {spelling}" for name, spelling in _SPELLINGS.items()}
+    instead["enable_gqa"] = "leave it out: heads of q that share one of k and v need no expanding"
+    return no_argument("attention", misplaced, inspect.signature(attention).parameters, instead)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilesmith.device.accumulation import widened
+from tilesmith.device.accumulation import sum_dtype, widened
 
 TANH_SLOPE = math.sqrt(8 / math.pi)
 TANH_CUBIC = 0.044715
@@ -196,7 +196,7 @@ def geglu_vjp(
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    return widened(x) if bias is None else widened(x) + bias.to(torch.promote_types(x.dtype, torch.float32))
+    return widened(x) if bias is None else widened(x) + bias.to(sum_dtype(x))
 
 
 def _silu(x: Tensor) -> Tensor:
