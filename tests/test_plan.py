@@ -39,7 +39,7 @@ from tilesmith.ops.attn.plan.hopper_bands import WORKSPACE, bands, extent, works
 from tilesmith.ops.attn.plan.hopper_forward import divided, hopper_forward
 from tilesmith.ops.attn.plan.shape import window_of
 from tilesmith.ops.attn.plan.tables import FORWARD_TILES
-from tilesmith.ops.attn.schedule import CtaTile, keys_time
+from tilesmith.ops.attn.schedule import CtaTile, read_time
 
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=str(triton_missing()))
 
@@ -1020,7 +1020,7 @@ def test_keys_that_share_lines_with_another_head_are_read_by_plain_loads(dim, to
 def test_ctas_alone_are_predicted_no_faster_than_memory(ctas, size, kind):
     """Nor slower than one after another on their SMs; and more of them never take less."""
     tile = CtaTile(64, 2, *kind)
-    time = partial(keys_time, size=size, tile=tile, sms=132, share=35.0)
+    time = partial(read_time, size=size, tile=tile, sms=132, share=35.0)
     assert ctas * size / (132 * 35) <= time(ctas) <= time(ctas + 1) * (1 + 1e-9)
     assert time(ctas) <= 1.05 * (ctas / 132 + tile.per_sm) * size / 35 + 1.8 * (ctas / 132 + 1)
 

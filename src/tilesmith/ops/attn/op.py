@@ -25,6 +25,7 @@ from tilesmith.ops.attn import checks, reference, sharding
 from tilesmith.ops.attn.latent import values_in_keys
 from tilesmith.ops.attn.mask import Mask, Score
 from tilesmith.ops.attn.plan.decode import scattered
+from tilesmith.ops.attn.plan.tables import SHARED_LINES
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -56,8 +57,9 @@ def describe_attention(op_name: str, function):
     of q, k and v are: 0 none are given, -1 all, 1 or 128. across: whether the keys of a column of v lie side by side.
     aligned: whether S - T is a multiple of 128. pairs: kv heads of all batch rows, rounded up to a power of two, at
     most 65,536. shared: whether v is the first columns of k, in memory. scattered: whether query rows leave tiles of 64
-    more than half empty (`plan.decode`). beside: whether a key shares a line of 128 bytes with that of another kv head,
-    and an SM has more than 2,048 keys. Lengths of documents are left out: they differ from step to step.
+    more than half empty (`plan.decode`). shared_lines: whether a key shares a line of 128 bytes with that of another
+    kv head, and an SM has too many keys for that (`SHARED_LINES`). Lengths of documents are left out: they differ from
+    step to step.
     """
     parameters = tuple(inspect.signature(function).parameters)
     plain = describer(op_name, parameters)
@@ -65,7 +67,7 @@ def describe_attention(op_name: str, function):
     at_q, at_k, at_pages, at_cap = (parameters.index(name) for name in ("q", "k", "page_table", "softcap"))
     at_v, at_q_scale = (parameters.index(name) for name in ("v", "q_scale"))
     more = ("arch", "rows", "filled", "page_size", "capped", "cached", "factors", "across", "aligned", "pairs",
-            "shared", "scattered", "beside")  # fmt: skip
+            "shared", "scattered", "shared_lines")  # fmt: skip
     kind = namedtuple(f"{op_name}_call", [*parameters, *more])
 
     def describe(*args: Any) -> Any:
@@ -89,9 +91,9 @@ def describe_attention(op_name: str, function):
         aligned = (k.shape[2] - q.shape[2]) % 128 == 0
         pairs = min(65_536, 1 << max(q.shape[0] * k.shape[1] - 1, 0).bit_length())
         across, shared = v.stride(2) == 1, values_in_keys(k, v)
-        beside = k.stride(1) < k.stride(2) and k.stride(1) * k.element_size() % 128 > 0
-        beside = beside and k.shape[2] * min(places, q.shape[0] * k.shape[1]) > 2048 * places
-        facts = rows, filled, page_size, capped, cached, factors, across, aligned, pairs, shared, spread, beside
+        lines = k.stride(1) < k.stride(2) and k.stride(1) * k.element_size() % 128 > 0
+        lines = lines and k.shape[2] * min(places, q.shape[0] * k.shape[1]) > SHARED_LINES.value * places
+        facts = rows, filled, page_size, capped, cached, factors, across, aligned, pairs, shared, spread, lines
         return kind(*found, *facts)
 
     return describe

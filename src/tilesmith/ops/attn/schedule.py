@@ -38,28 +38,28 @@ def split_cost(tiles: int, blocks: int, ctas: int, traffic: float, splits: int) 
 
 class CtaTile(NamedTuple):
     """A tile of keys of a decode whose CTAs share nothing. stages: tiles in flight. per_sm: CTAs that share an SM.
-    most: GB/s that one CTA reads at most."""
+    bandwidth: GB/s that one CTA reads at most."""
 
     block_n: int
     stages: int
     per_sm: int
-    most: float
+    bandwidth: float
 
 
-def keys_time(ctas: int, size: float, tile: CtaTile, sms: int, share: float) -> float:
+def read_time(ctas: int, size: float, tile: CtaTile, sms: int, share: float) -> float:
     """The predicted µs of so many CTAs that read keys and values. size: KB of a CTA. share: GB/s of an SM when all are
     busy."""
     slots = sms * tile.per_sm
     waves, rest = divmod(ctas, slots)
-    last = max(rest / (sms * share), 1 / tile.most, cdiv(rest, sms) / MOST_OF_SM) if rest else 0.0
-    walk = (waves * tile.per_sm / share + last) * size * (SEVERAL if tile.per_sm > 1 else 1.0)
+    last = max(rest / (sms * share), 1 / tile.bandwidth, cdiv(rest, sms) / SM_BANDWIDTH) if rest else 0.0
+    walk = (waves * tile.per_sm / share + last) * size * (IMBALANCE if tile.per_sm > 1 else 1.0)
     return walk + START * (waves + (rest > 0))
 
 
-MOST_OF_SM = 85.0
-"""GB/s that an SM reads at most. These four and the tiles' are fitted to 77 calls of an H200, where a share is 35 GB/s:
-what is chosen by them takes .7 % longer than the best of four tiles and six divisions, 5.5 % at most."""
-SEVERAL = 1.05  # times what one CTA an SM takes: the SMs' loads differ
+SM_BANDWIDTH = 85.0
+"""GB/s that an SM reads at most. These four, and those of tiles, are fitted to 77 calls of an H200, where a share is 35
+GB/s: what is chosen by them takes .7 % longer than the best measured on average, 5.5 % at most."""
+IMBALANCE = 1.05  # times what one CTA an SM takes: the SMs' loads differ
 START = 1.8  # µs of a CTA
 COMBINE = 2.6  # µs of a second launch
 

@@ -54,12 +54,12 @@ def rejects(call) -> list[str]:
         reasons.append("T * H / G is more than 16: a warp holds 16 rows")
     if not call.cached:
         reasons.append("S is less than 4 T: this kernel is for a cache")
-    # H200, caches [B, S, H, D], 1 token, triton_split's time to this kernel's: 32 heads of 96 on 13 x 4k / 16k / 64k
-    # keys 1.02 / .93 / .78, 8 heads of 80 on 30 x 16k .87; where a head's keys lie together 1.19 / 1.24 on 16k / 64k.
-    if call.beside:
-        reasons.append("many keys of two heads share lines of memory, which CTAs of both read at different times")
+    if call.shared_lines:
+        reasons.append(
+            "keys of adjacent kv heads share lines of 128 bytes, which their CTAs would read at different times"
+        )
     if call.pairs > 32_768:
-        reasons.append("more than 32,768 kv heads of all batch rows, of which a dim of the grid may have to count all")
+        reasons.append("more than 32,768 kv heads over all batch rows: a dim of the grid could exceed 65,535")
     return reasons
 
 

@@ -22,10 +22,10 @@ from tilesmith.ops.attn.plan.tables import (
     alone_tiles,
     cluster_tile,
 )
-from tilesmith.ops.attn.schedule import COMBINE, MOST_OF_SM, CtaTile, keys_time, splits_of
+from tilesmith.ops.attn.schedule import COMBINE, SM_BANDWIDTH, CtaTile, read_time, splits_of
 
-READ = 0.96  # of the memory's bandwidth, at most
-SHARE = 35.0  # GB/s of an SM, where the bandwidth is not known
+ATTAINABLE = 0.96  # of the memory's bandwidth
+SM_SHARE = 35.0  # GB/s of an SM when all are busy, where the bandwidth is not known
 
 
 class Clusters(NamedTuple):
@@ -229,46 +229,52 @@ def divided_keys(s: Shape, arch: Any, config: ClusterConfig, room: Clusters) -> 
     window, heads, dim = window_of(s), s.batch * s.kv_heads, max(s.dim, s.value_dim)
     seen = min(s.keys, window.left + s.tokens) if window.hides_left else s.keys
     tile, sms = cluster_tile(dim), max(1, arch.sms)
-    share = READ * arch.bandwidth / (1e9 * sms) or SHARE
+    share = ATTAINABLE * arch.bandwidth / (1e9 * sms) or SM_SHARE
     found = config._replace(block_n=config.block_n or tile.block_n, stages=config.stages or tile.stages)
     if config.parts:
         return found, ""
-    ragged, parts = s.lengths and s.batch > 1, 0
-    if heads > room.of_2:
-        why = f"only {room.of_2} clusters of 2 run at once: CTAs alone, as their predicted time says"
-    elif ragged and s.keys * heads * dim > CLUSTER_ROOM.value * sms:
-        why = f"lengths of batch rows may differ in much room: CTAs alone have {ALONE_KEYS.value:,} keys at most"
-    else:
-        why = "too few CTAs in clusters to keep memory busy: CTAs alone, as their predicted time says"
+    ragged = s.lengths and s.batch > 1
+    together = heads <= room.of_2 and not (ragged and s.keys * heads * dim > CLUSTER_ROOM.value * sms)
+    if together:
         parts, splits = division(heads, cdiv(seen, found.block_n), arch, room)
+        found = found._replace(parts=parts, splits=splits)
         if parts == 1 or s.lengths:  # of which a call may have few
-            return found._replace(parts=parts, splits=splits), ""
-    size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024  # KB of a kv head
+            return found, ""
     tiles = [x for x in alone_tiles(dim) if config.block_n in (0, x.block_n)]
-    tiles = tiles or [CtaTile(found.block_n, found.stages, 1, MOST_OF_SM)]
-    chosen, splits, time = alone(heads, seen, size, tiles, ragged, sms, share)
-    if parts:
-        one = CtaTile(found.block_n, found.stages, 1, tiles[0].most)
-        if keys_time(heads * parts, size / parts, one, sms, share) <= time:
-            return found._replace(parts=parts, splits=1), ""
+    tiles = tiles or [CtaTile(found.block_n, found.stages, 1, SM_BANDWIDTH)]
+    if ragged:
+        chosen, splits = tiles[0], splits_of_ragged(seen, heads, tiles[0].block_n, sms)
+        each = cdiv(cdiv(seen, chosen.block_n), splits) * chosen.block_n
+        why = f"lengths of batch rows may differ: CTAs alone, which have {each:,} keys at most"
+    else:
+        size = seen * (s.dim + s.value_dim) * s.kv_bytes / 1024  # KB of a kv head
+        chosen, splits, time = alone(heads, seen, size, tiles, sms, share)
+        why = f"only {room.of_2} clusters of 2 run at once: CTAs alone, chosen with their tiles by predicted time"
+        if together:
+            one = CtaTile(found.block_n, found.stages, 1, tiles[0].bandwidth)
+            if read_time(heads * parts, size / parts, one, sms, share) <= time:
+                return found, ""
+            why = "too few CTAs in clusters for the memory's bandwidth: more CTAs alone"
     stages = config.stages or chosen.stages
     return found._replace(block_n=chosen.block_n, stages=stages, parts=1, splits=splits), why
 
 
+def splits_of_ragged(keys: int, heads: int, block_n: int, sms: int) -> int:
+    """Among how many CTAs the keys of a kv head are divided where batch rows may have few of theirs: so many that the
+    longest row does not keep the others waiting. heads: kv heads of all batch rows."""
+    return min(max(1, cdiv(keys, block_n)), max(cdiv(keys, ALONE_KEYS.value), sms // heads, 1))
+
+
 def alone(
-    heads: int, keys: int, size: float, tiles: Sequence[CtaTile], ragged: bool, sms: int, share: float
+    heads: int, keys: int, size: float, tiles: Sequence[CtaTile], sms: int, share: float
 ) -> tuple[CtaTile, int, float]:  # fmt: skip
     """The tile of CTAs that share nothing, among how many of them the keys of a kv head are divided, and their
-    predicted time, µs. heads: kv heads of all batch rows. size: KB of a head's keys and values. ragged: batch rows may
-    have few of their keys. share: GB/s of an SM when all are busy."""
+    predicted time, µs. heads: kv heads of all batch rows. size: KB of a head's keys and values. share: GB/s of an SM
+    when all are busy."""
 
     def time(tile: CtaTile, splits: int) -> float:
-        return keys_time(heads * splits, size / splits, tile, sms, share) + (COMBINE if splits > 1 else 0)
+        return read_time(heads * splits, size / splits, tile, sms, share) + (COMBINE if splits > 1 else 0)
 
-    if ragged:  # the longest row may keep the others waiting
-        most = max(1, cdiv(keys, tiles[0].block_n))
-        splits = min(most, max(cdiv(keys, ALONE_KEYS.value), sms // heads, 1))
-        return tiles[0], splits, time(tiles[0], splits)
     made = [(x, n) for x in tiles for n in (1, 2, 4, 8, 16, 32, 64) if n == 1 or n * x.block_n <= keys]
     return min(((*pair, time(*pair)) for pair in made), key=itemgetter(2))
 

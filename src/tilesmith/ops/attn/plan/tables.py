@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from tilesmith.ops.attn.plan.configs import ClusterConfig, HopperConfig, HopperVjpConfig, SplitKvConfig
-from tilesmith.ops.attn.schedule import MOST_OF_SM, CtaTile
+from tilesmith.ops.attn.schedule import SM_BANDWIDTH, CtaTile
 
 
 class Threshold(NamedTuple):
@@ -330,9 +330,9 @@ CLUSTER = (
 
 ALONE = (
     Row({"dim": (None, 64)}, (CtaTile(128, 2, 3, 57.0),), "100 kv heads on 16k keys 99.0 us, with 3 stages 99.9"),
-    Row({"dim": (None, 128)}, (CtaTile(128, 2, 1, MOST_OF_SM), CtaTile(64, 2, 3, 57.0)),
+    Row({"dim": (None, 128)}, (CtaTile(128, 2, 1, SM_BANDWIDTH), CtaTile(64, 2, 3, 57.0)),
         "4k keys, 140 kv heads: 84.5 and 72.2 us, 512: 241.9 and 253.6, with 3 stages of 64 keys 80.3 and 242.8"),
-    Row({}, (CtaTile(64, 2, 1, MOST_OF_SM),), "80 kv heads on 4k keys 81.7 us; tiles of 32 keys do not compile"),
+    Row({}, (CtaTile(64, 2, 1, SM_BANDWIDTH),), "80 kv heads on 4k keys 81.7 us; tiles of 32 keys do not compile"),
 )  # fmt: skip
 
 ALONE_KEYS = Threshold(
@@ -347,6 +347,13 @@ CLUSTER_ROOM = Threshold(
     "`triton_split` to theirs, of 128 dims, for 2 rows of 8 kv heads in room for 1k / 2k / 4k keys is 1.21 / 1.15 / "
     "1.03, 4 rows of 8 in 512 / 1k / 2k 1.09 / 1.04 / .94, 8 of 8 in 512 / 1k 1.20 / 1.19, 4 of 2 in 2k / 4k 1.17 / "
     "1.11",
+)  # fmt: skip
+
+
+SHARED_LINES = Threshold(
+    2048, "keys of an SM up to which TMA reads caches [B, S, H, D] whose adjacent kv heads share lines of 128 bytes",
+    "1 token, the time of `triton_split` to that by TMA: 32 heads of 96 on 13 x 4k / 16k / 64k keys 1.02 / .93 / .78, "
+    "8 heads of 80 on 30 x 16k .87; where a head's keys lie together 1.19 / 1.24 on 16k / 64k",
 )  # fmt: skip
 
 
