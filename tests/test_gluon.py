@@ -16,6 +16,7 @@ from tilesmith.device.gluon import shim
 from tilesmith.ops.attn.cases.attention import attend
 from tilesmith.ops.attn.plan import hopper_forward
 from tilesmith.ops.attn.plan.configs import HopperConfig
+from tilesmith.ops.attn.plan.shape import Shape
 from tilesmith.validate.gluon import Deadlock, check, computed, interpreted
 
 
@@ -84,6 +85,28 @@ def test_tiles_whose_keys_are_no_power_of_two(tokens, keys, dim, value_dim, caus
         hopper_forward.hopper_forward.cache_clear()
     assert result.passed, result.message
     assert "attention_fwd_joined_kernel" in ran
+
+
+@pytest.mark.parametrize("tiles", [(1, 64, 3), (2, 64, 3), (3, 64, 3), (4, 64, 3), (2, 128, 2), (3, 128, 2)])
+@pytest.mark.parametrize(("tokens", "keys"), [(300, 300), (200, 392), (420, 292), (70, 70)], ids=lambda n: f"{n}")
+def test_causal_consumers_that_mask_one_block(tokens, keys, tiles, monkeypatch):
+    """Lengths that fill no block, and more and fewer keys than queries: consumers see what no other does."""
+    config = HopperConfig(*tiles, heads=1)
+    monkeypatch.setattr(hopper_forward, "_chosen_tiles", lambda *_: (config, ""))
+    hopper_forward.hopper_forward.cache_clear()
+    call = attend(1, 3, 3, tokens, keys, 64, causal=True, softcap=9.0 if keys > tokens else 0.0, sinks=keys < tokens)
+    s = Shape(1, 3, 3, tokens, keys, 64, 64, 2, 2, causal=True, window_right=0)
+    plan = hopper_forward.hopper_forward(s, arch_named("sm90"), config)
+    assert plan.step("attention_fwd_kernel").constants["ONE_MASK"] == (
+        tiles[:2] != (2, 128) or (-tokens % 128 < 64 and (keys - tokens) % 128 == 0)
+    )
+    try:
+        arch = replace(arch_named("sm90"), sms=2)
+        result, ran = check(ops()["attention"], "hopper", Case("", call, {"test"}), torch.bfloat16, tokens, arch=arch)
+    finally:
+        hopper_forward.hopper_forward.cache_clear()
+    assert result.passed, result.message
+    assert "attention_fwd_kernel" in ran
 
 
 def _gradients(deterministic, seed):

@@ -108,10 +108,10 @@ def skip_blocks(C: gl.constexpr, blocks, count, walk, k_full, k_empty, v_full, v
 
 @gluon.jit
 def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, first, inner, scale,
-                SOFTCAP: gl.constexpr, drop=None, half=None, q_rest=None, k_rest=None):  # fmt: skip
+                SOFTCAP: gl.constexpr, drop=None, q_rest=None, k_rest=None):  # fmt: skip
     """The first block of keys that a consumer meets, or its first half: each row's row maximum, the sum of its
     powers, and these (`pack`), 0 where drop drops them. taken: others have met a block before, so that the product has
-    a turn. half: whether the queries see but the first half; None: not known."""
+    a turn."""
     KEYS: gl.constexpr = k_tile.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
@@ -126,29 +126,6 @@ def first_block(C: gl.constexpr, walk, q_tile, k_tile, k_empty, taken, queries, 
         kept = kept_keys(drop, first, KEYS)
     qk = wgmma_wait(0, deps=[qk])
     mbarrier_arrive(k_empty)
-    if half is not None:
-        # a branch without products: ptxas 12.8 may make addresses that both ways of one need in one way alone
-        ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-        PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS // 2, 16])
-        if half:
-            few, _ = gl.split(gl.permute(gl.reshape(qk, [64, 2, KEYS // 2]), (0, 2, 1)))
-            few = gl.convert_layout(few, PART, assert_trivial=True)
-            few_queries = gl.convert_layout(queries, gl.SliceLayout(1, PART))
-            top, total, p = _first_powers(few, walk, few_queries, first, inner, scale, q_tile.dtype, SOFTCAP)
-            top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
-            p = doubled(p, SCORES, q_tile.dtype)
-        else:
-            top, total, p = _first_powers(qk, walk, queries, first, inner, scale, q_tile.dtype, SOFTCAP)
-    else:
-        top, total, p = _first_powers(qk, walk, queries, first, inner, scale, q_tile.dtype, SOFTCAP)
-    if drop is not None:
-        p = dropped(p, kept)
-    return top, total, p
-
-
-@gluon.jit
-def _first_powers(qk, walk, queries, first, inner, scale, dtype: gl.constexpr, SOFTCAP: gl.constexpr):
-    """`first_block` of these scores."""
     if SOFTCAP:
         qk = tanh(qk * inner)
     if not walk.WHOLE:
@@ -158,7 +135,11 @@ def _first_powers(qk, walk, queries, first, inner, scale, dtype: gl.constexpr, S
     if not walk.WHOLE:
         base = gl.where(top == NOTHING, 0.0, top)
     p = gl.exp2(qk * scale - base[:, None])
-    return top, gl.sum(p, 1), pack(p, dtype)
+    total = gl.sum(p, 1)
+    p = pack(p, q_tile.dtype)
+    if drop is not None:
+        p = dropped(p, kept)
+    return top, total, p
 
 
 @gluon.jit
@@ -262,12 +243,12 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
         k_tile_rest = rest_tile(k_rest, s, k_tile, walk.REST)
         first = walk.key(begin, blocks, 0, entry, lists, indices)
         met = 1
-        if walk.HALF and walk.CONSUMERS == 2 and C == 0:
+        if walk.HALF and C == 0:
             PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
             top, total, few = first_block(
                 C, walk, q_tile, k_tile.slice(0, BN // 2), k_empty.index(s), False,
                 gl.convert_layout(queries, gl.SliceLayout(1, PART)), first, inner, scale, SOFTCAP,
-                dropping, None, q_tile_rest, k_tile_rest.slice(0, BN // 2),
+                dropping, q_tile_rest, k_tile_rest.slice(0, BN // 2),
             )  # fmt: skip
             top, total = gl.convert_layout(top, ROW), gl.convert_layout(total, ROW)
             if blocks > 1:
@@ -291,12 +272,9 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                 p = doubled(few, SCORES, dtype)
             met = 2
         else:
-            half = None
-            if walk.HALF and walk.CONSUMERS == 3:
-                half = walk.end(start + 63) - first == BN // 2
             top, total, p = first_block(
                 C, walk, q_tile, k_tile, k_empty.index(s), before_right > 0, queries, first, inner, scale, SOFTCAP,
-                dropping, half, q_tile_rest, k_tile_rest,
+                dropping, q_tile_rest, k_tile_rest,
             )  # fmt: skip
 
         # blocks from the end: those that the right edge crosses, whole ones, those that the left edge crosses
@@ -313,11 +291,11 @@ def _consume(C: gl.constexpr, parts, out_descs, lse_ptr, sinks_ptr, table, lists
                 lower, upper = 1, right
             elif phase == 1:
                 lower, upper = right, left
-                if walk.HALF:
+                if walk.ONE_MASK:
                     lower = gl.minimum(met, blocks)
             else:
                 lower, upper = left, blocks
-            if phase != 0 or (walk.RIGHT and not walk.HALF):
+            if phase != 0 or (walk.RIGHT and not walk.ONE_MASK):
                 for j in range(lower, upper):
                     p_half = unpack(p, dtype, P)
                     behind = count % walk.V_STAGES
@@ -381,7 +359,7 @@ def attention_fwd_kernel(
     tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows, inner, scale,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, WHOLE: gl.constexpr, DYNAMIC: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, HALF: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, LIST_K: gl.constexpr, SOFTCAP: gl.constexpr, ONE_MASK: gl.constexpr,
     STREAM_K: gl.constexpr, dropout=None, DROPOUT_FORM: gl.constexpr = None, REST: gl.constexpr = 0, q_rest_desc=None,
     k_rest_desc=None, V_REST: gl.constexpr = 0, v_rest_desc=None, out_rest_desc=None,
     out_ptr=None, out_strides=None, DIM_V: gl.constexpr = 0, HEADS: gl.constexpr = 1, V_PART: gl.constexpr = 0,
@@ -401,11 +379,11 @@ def attention_fwd_kernel(
         launch_dependents()
     PACKED: gl.constexpr = table is not None and LIST_K == 0
     WINDOWLESS: gl.constexpr = not (LEFT or PACKED or LIST_K > 0)
-    gl.static_assert(not HALF or (WINDOWLESS and RIGHT and BN == 128 and CONSUMERS > 1 and CONSUMERS < 4))
+    gl.static_assert(not ONE_MASK or (WINDOWLESS and RIGHT and BN % 64 == 0))
     gl.static_assert(not STREAM_K or (WINDOWLESS and dropout is None))
     gl.static_assert(not WHOLE or (WINDOWLESS and not RIGHT))
     gl.static_assert(not (LIST_K > 0 and (LEFT or dropout is not None)))
-    gl.static_assert(HEADS == 1 or not (PACKED or LIST_K > 0 or HALF or STREAM_K or dropout is not None))
+    gl.static_assert(HEADS == 1 or not (PACKED or LIST_K > 0 or ONE_MASK or STREAM_K or dropout is not None))
     gl.static_assert(HEADS == 1 or out_ptr is None)
     OUT_IN_Q: gl.constexpr = D == DV and D + REST > 128 and out_ptr is None  # out takes the place of q
     if PACKED:
@@ -413,7 +391,7 @@ def attention_fwd_kernel(
     walk = Walk(
         tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
         LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, 64 // HEADS * CONSUMERS, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K,
-        HALF, V_STAGES, STREAM_K, REST, V_REST, HEADS, V_PART, V_COLS,
+        ONE_MASK, V_STAGES, STREAM_K, REST, V_REST, HEADS, V_PART, V_COLS,
     )  # fmt: skip
     q = smem_tiles(Q_STAGES * CONSUMERS, q_desc)
     k = smem_tiles(STAGES, k_desc)

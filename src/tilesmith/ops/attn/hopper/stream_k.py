@@ -236,7 +236,7 @@ def _consume(C: gl.constexpr, runs, parts, out_descs, lse_ptr, sinks_ptr, parts_
         mbarrier_wait(k_full.index(s), (count // walk.STAGES) & 1)
         k_tile = k.index(s).reshape([BN, D])
         top, total, p = first_block(
-            C, walk, q_tile, k_tile, k_empty.index(s), False, queries, key, inner, scale, SOFTCAP, None, None,
+            C, walk, q_tile, k_tile, k_empty.index(s), False, queries, key, inner, scale, SOFTCAP, None,
             q_tile_rest, rest_tile(k_rest, s, k_tile, walk.REST),
         )  # fmt: skip
         # those that the right edge crosses, and whole ones

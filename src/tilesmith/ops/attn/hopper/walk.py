@@ -11,14 +11,13 @@ class Walk:
     their keys and values stay in L2. left, right: the window. group: heads of q that share one of k and v. PACKED:
     tokens and keys are those of one document at a time. With block lists of LIST_K keys, list_share heads have a list
     in common, and list_rows is how many tiles the lists of a batch row have, 0 if all have the same. TURNS: consumers
-    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. HALF: of
-    the last block that they see the first of two consumers sees but the first half, and any of three may, and all
-    consumers see every other block whole. STREAM_K: CTAs make whole rounds of tiles; those left over are
-    divided (`stream_k`). REST, V_REST: columns of queries and keys behind D, of values behind DV (`columns`). V_PART,
-    V_COLS: columns of the parts of a tile of values whose products are joined, and of these products, or 0 (`joined`).
-    HEADS: of q that a tile holds the queries of, one head's rows after another's; then heads, rows, section and group
-    count packs of so many, and BM is a tile's positions. Of a consumer's 64 rows the last ones hold nothing where HEADS
-    does not divide 64.
+    ask for their products one after another. SKIP: they leave out blocks that only the others' queries see. ONE_MASK:
+    all see every block whole but the last one that they see. HALF: of that the first of two consumers sees but the
+    first half. STREAM_K: CTAs make whole rounds of tiles; those left over are divided (`stream_k`). REST, V_REST:
+    columns of queries and keys behind D, of values behind DV (`columns`). V_PART, V_COLS: columns of the parts of a
+    tile of values whose products are joined, and of these products, or 0 (`joined`). HEADS: of q that a tile holds the
+    queries of, one head's rows after another's; then heads, rows, section and group count packs of so many, and BM is a
+    tile's positions. Of a consumer's 64 rows the last ones hold nothing where HEADS does not divide 64.
     """
 
     tokens: gl.tensor
@@ -48,6 +47,7 @@ class Walk:
     LIST_K: gl.constexpr
     TURNS: gl.constexpr
     SKIP: gl.constexpr
+    ONE_MASK: gl.constexpr
     HALF: gl.constexpr
     STREAM_K: gl.constexpr
     REST: gl.constexpr
@@ -59,8 +59,8 @@ class Walk:
     @gluon.constexpr_function
     def __init__(
         self, tokens, keys, heads, blocks, rows, section, left, right, group, list_share, list_rows,
-        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, HALF=False, V_STAGES=0,
-        STREAM_K=False, REST=0, V_REST=0, HEADS=1, V_PART=0, V_COLS=0,
+        LEFT, RIGHT, WHOLE, DYNAMIC, PACKED, BM, BN, D, DV, CONSUMERS, STAGES, Q_STAGES, LIST_K, ONE_MASK=False,
+        V_STAGES=0, STREAM_K=False, REST=0, V_REST=0, HEADS=1, V_PART=0, V_COLS=0,
     ):  # fmt: skip
         self.tokens, self.keys, self.heads, self.blocks, self.rows = tokens, keys, heads, blocks, rows
         self.section, self.left, self.right, self.group = section, left, right, group
@@ -71,7 +71,8 @@ class Walk:
         self.CONSUMERS, self.STAGES = gl.constexpr(CONSUMERS), gl.constexpr(STAGES)
         self.V_STAGES = gl.constexpr(V_STAGES or STAGES)
         self.Q_STAGES, self.LIST_K = gl.constexpr(Q_STAGES), gl.constexpr(LIST_K)
-        self.TURNS, self.HALF = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(HALF)
+        self.TURNS, self.ONE_MASK = gl.constexpr(CONSUMERS == 3 and not (LEFT or PACKED)), gl.constexpr(ONE_MASK)
+        self.HALF = gl.constexpr(ONE_MASK and BN == 128 and CONSUMERS == 2)
         self.SKIP = gl.constexpr((LEFT or RIGHT) and LIST_K == 0 and BN * HEADS <= 64 * (CONSUMERS - 1))
         self.STREAM_K = gl.constexpr(STREAM_K)
         self.REST, self.V_REST, self.HEADS = gl.constexpr(REST), gl.constexpr(V_REST), gl.constexpr(HEADS)
@@ -130,7 +131,7 @@ class Walk:
         return Walk(
             tokens, keys, self.heads, self.blocks, self.rows, self.section, self.left, self.right, self.group,
             self.list_share, self.list_rows, self.LEFT, self.RIGHT, self.WHOLE, self.DYNAMIC, self.PACKED,
-            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.HALF,
+            self.BM, self.BN, self.D, self.DV, self.CONSUMERS, self.STAGES, self.Q_STAGES, self.LIST_K, self.ONE_MASK,
             self.V_STAGES, self.STREAM_K, self.REST, self.V_REST, self.HEADS, self.V_PART, self.V_COLS,
         )  # fmt: skip
 

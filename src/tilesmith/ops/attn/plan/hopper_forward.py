@@ -198,8 +198,8 @@ def _head_time(
     s: Shape, config: HopperConfig, time: TileTime, window: Window, wide: int, heads: int, arch: Any
 ) -> float:
     """`_head_times` of so many heads."""
-    right, time = window.right if window.hides_right else None, time.under(window.hides_right)
-    positions = 64 // heads
+    right, one = window.right if window.hides_right else None, heads == 1 and _one_mask(s, config, window)
+    time, positions = time.under(window.hides_right, one, heads), 64 // heads
     steps = seen_steps(s.tokens, s.keys, positions * config.consumers, config.block_n, None, right)
     tiles = len(steps) * s.rows // heads
     division = _division(s, config, tiles, window, wide, arch) if heads == 1 else Division(tiles, 0)
@@ -207,7 +207,7 @@ def _head_time(
         placed: Sequence[float] = steps
         if right is not None:
             skip = config.block_n * heads <= 64 * (config.consumers - 1)  # SKIP of `Walk`
-            half = heads == 1 and _halves(s, config, window)
+            half = one and config.block_n == 128
             placed = placed_steps(s.tokens, s.keys, config.consumers, positions, config.block_n, right, skip, half)
         return tiles_time(placed, s.rows // heads, arch.sms, time.start, time.tile, time.step)
     left, work = tiles - division.undivided, s.rows * sum(steps) - division.undivided * steps[0]
@@ -216,12 +216,16 @@ def _head_time(
     return time.start + rounds + time.tile + cdiv(work, division.ctas) * time.step + parts * STREAM_K_PART.value
 
 
-def _halves(s: Shape, config: HopperConfig, window: Window) -> bool:
-    """Whether the diagonal halves a consumer's last block, so that no other block needs a mask (HALF of `Walk`)."""
-    step = 64 if config.consumers == 3 else 128  # tiles begin at multiples of it
-    aligned = s.tokens % step == (s.keys - s.tokens) % step == 0
-    served = config.consumers in (2, 3) and config.block_n == 128
-    return aligned and served and s.causal and not (window.hides_left or s.packed or s.lists)
+def _one_mask(s: Shape, config: HopperConfig, window: Window) -> bool:
+    """Whether the diagonal crosses only the last block that a consumer sees, so that no other needs a mask (ONE_MASK of
+    `Walk`): a consumer's queries begin at a multiple of 64, so the 64 keys on their diagonal lie in one block."""
+    if not s.causal or window.hides_left or s.packed or s.lists:
+        return False
+    shift = s.keys - s.tokens
+    if config.consumers == 1 or config.block_n <= 64 * (config.consumers - 1):  # SKIP: each begins with its own last
+        return shift % 64 == 0
+    # two consumers begin with the same block of 128 keys, where tiles begin at multiples of 128 (`Walk.placed`)
+    return config.block_n == 128 and shift % 128 == 0 and -s.tokens % 128 < 64
 
 
 def _chosen_tiles(s: Shape, config: HopperConfig, window: Window, wide: int, arch: Any) -> tuple[HopperConfig, str]:
@@ -390,7 +394,7 @@ def _tiles(call: _Call) -> Step:
     dynamic = ctas < call.division.undivided
     constants = {
         "LEFT": window.hides_left, "DYNAMIC": dynamic, "Q_STAGES": config.q_stages, "LIST_K": s.block_k,
-        "HALF": call.heads == 1 and _halves(s, config, window),
+        "ONE_MASK": call.heads == 1 and _one_mask(s, config, window),
         "STREAM_K": call.division.ctas > 0, **({"HEADS": call.heads} if call.heads > 1 else {}), **call.kinds(),
         **dropout_constants(s),
     }  # fmt: skip
@@ -453,8 +457,8 @@ def _tile_reasons(s: Shape, steps: list[Step], config: HopperConfig) -> list[str
         reasons.append(f"values of {main.constants['V_COLS']} columns as one product a step of 16 keys")
     elif "V_REST" in main.constants:
         reasons.append("values as two products a step of 16 keys: " + why_apart(s.value_dim))
-    if main.constants.get("HALF"):
-        reasons.append("tokens and keys lie so that the diagonal halves a consumer's last block: no other has a mask")
+    if main.constants.get("ONE_MASK"):
+        reasons.append("tokens and keys lie so that the diagonal crosses one block of a consumer: no other has a mask")
     return reasons
 
 

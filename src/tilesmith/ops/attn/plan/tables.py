@@ -141,28 +141,34 @@ HOPPER_FORWARD = (
 
 class TileTime(NamedTuple):
     """What a persistent forward takes, in µs: its start and end, each tile, each step; under a causal mask each tile
-    more, and start and end more. `schedule.placed_steps` counts the steps."""
+    more, and start and end more. one_mask: the part of that start which is left where a consumer masks but one block,
+    since a call reads its code from memory. uneven: the time under a mask of tiles whose heads do not divide 64 rows,
+    beside others. `schedule.placed_steps` counts the steps."""
 
     start: float
     tile: float
     step: float
     masked: float = 0.0
     masked_start: float = 0.0
+    one_mask: float = 1.0
+    uneven: float = 1.0
 
-    def under(self, mask: bool) -> TileTime:
+    def under(self, mask: bool, one: bool = False, heads: int = 1) -> TileTime:
         """The same with what a mask adds, where there is one."""
         if not mask:
             return self
-        return TileTime(self.start + self.masked_start, self.tile + self.masked, self.step)
+        start = self.start + self.masked_start * (self.one_mask if one else 1.0)
+        times = self.uneven if 64 % heads else 1.0
+        return TileTime(times * start, times * (self.tile + self.masked), times * self.step)
 
 
 FORWARD_TILES = {
     64: {
-        HopperConfig(3, 128, 3, v_stages=4): TileTime(7.8, 2.3, 1.34, 0.9, 4.4),
-        HopperConfig(4, 64, 6): TileTime(8.4, 2.3, 1.0, 0.5, 2.1),
-        HopperConfig(2, 128, 4, 2): TileTime(8.1, 1.12, 1.1, 0.33, 1.1),
-        HopperConfig(3, 64, 6): TileTime(7.3, 1.6, 0.8, 1.1, 2.1),
-        HopperConfig(2, 64, 6, 2): TileTime(7.8, 0.92, 0.63, 0.25, 0.7),
+        HopperConfig(3, 128, 3, v_stages=4): TileTime(7.8, 2.3, 1.34, 0.9, 4.4, 0.5, 1.04),
+        HopperConfig(4, 64, 6): TileTime(8.4, 2.3, 1.0, 0.5, 2.1, 0.5, 1.12),
+        HopperConfig(2, 128, 4, 2): TileTime(8.1, 1.12, 1.1, 0.33, 1.1, 0.0),
+        HopperConfig(3, 64, 6): TileTime(7.3, 1.6, 0.8, 1.1, 2.1, 0.0),
+        HopperConfig(2, 64, 6, 2): TileTime(7.8, 0.92, 0.63, 0.25, 0.7, 0.0),
     },
     72: {
         HopperConfig(3, 128, 3): TileTime(9.8, 1.8, 1.56, 1.37),
@@ -196,15 +202,17 @@ FORWARD_TILES = {
 """Tiles without documents or dropout, and up to 128 columns without a window, by the columns of their products, those
 that are best in large calls first.
 
-64: fitted to 30 calls in all five tiles, 19 of them without a mask, and to benched and grouped ones in the tiles that
-they had: a root mean square error of 3.6, 3.8, 3.0, 4.0 and 2.5 %. Among tiles of one head the choice takes .3 % longer
-than the best without a mask and 1.1 % under one, 2.2 and 5.3 % at most. 128 and 256: fitted to calls of up to 1.2 ms,
-28 grouped causal ones by every number of heads that a tile may hold and benched ones: 2.7, 2.9; 3.2 and (of 13) 1.0 %;
-of those 28 the choice takes .2 % longer than the best tiles and heads, 1.7 % at most. 72, 80 and 96: start, tile and
-mask are fitted to 15 to 16 calls of products that were not joined; steps to joined ones, at 72 columns three calls, at
-96 one, and at 80 lie between them: 3.5 % off at most. 192 x 128 is not chosen where it spills, at 80 and 96, and takes
-its start and tile from tiles like it (`docs/log/hopper-attention.md`). 192, with values of up to 128 columns: fitted to
-11 calls of 296 to 8,192 tokens, 1.1 and 1.5 %; the choice is the best in each."""
+64: fitted to 30 calls in all five tiles, 19 of them without a mask, and to benched and grouped ones in the tiles
+that they had: a root mean square error of 3.6, 3.8, 3.0, 4.0 and 2.5 %. Among tiles of one head the choice takes
+.3 % longer than the best without a mask and 1.1 % under one, 2.2 and 5.3 % at most. 128 and 256: fitted to calls of
+up to 1.2 ms, 28 grouped causal ones by every number of heads that a tile may hold and benched ones: 2.7, 2.9; 3.2 and
+(of 13) 1.0 %; of those 28 the choice takes .2 % longer than the best tiles and heads, 1.7 % at most. one_mask and
+uneven: of calls of 544 to 2,960 tokens, groups of 3, whose other numbers stayed (`docs/log/hopper-attention.md`).
+72, 80 and 96: start, tile and mask are fitted to 15 to 16 calls of products that were not joined; steps to joined
+ones, at 72 columns three calls, at 96 one, and at 80 lie between them: 3.5 % off at most. 192 x 128 is not chosen
+where it spills, at 80 and 96, and takes its start and tile from tiles like it (`docs/log/hopper-attention.md`). 192,
+with values of up to 128 columns: fitted to 11 calls of 296 to 8,192 tokens, 1.1 and 1.5 %; the choice is the best in
+each."""
 
 APART_TILES = {
     80: {
