@@ -206,8 +206,7 @@ def _head_time(
     if not division.ctas:
         placed: Sequence[float] = steps
         if right is not None:
-            skip = config.block_n * heads <= 64 * (config.consumers - 1)  # SKIP of `Walk`
-            half = one and config.block_n == 128
+            skip, half = config.block_n * heads <= 64 * (config.consumers - 1), one and config.block_n == 128
             placed = placed_steps(s.tokens, s.keys, config.consumers, positions, config.block_n, right, skip, half)
         return tiles_time(placed, s.rows // heads, arch.sms, time.start, time.tile, time.step)
     left, work = tiles - division.undivided, s.rows * sum(steps) - division.undivided * steps[0]
@@ -217,15 +216,12 @@ def _head_time(
 
 
 def _one_mask(s: Shape, config: HopperConfig, window: Window) -> bool:
-    """Whether the diagonal crosses only the last block that a consumer sees, so that no other needs a mask (ONE_MASK of
-    `Walk`): a consumer's queries begin at a multiple of 64, so the 64 keys on their diagonal lie in one block."""
-    if not s.causal or window.hides_left or s.packed or s.lists:
-        return False
-    shift = s.keys - s.tokens
+    """Whether the 64 keys on a consumer's diagonal lie in its last block, so that no other needs a mask (ONE_MASK)."""
+    shift, whole = s.keys - s.tokens, not (window.hides_left or s.packed or s.lists)
     if config.consumers == 1 or config.block_n <= 64 * (config.consumers - 1):  # SKIP: each begins with its own last
-        return shift % 64 == 0
+        return s.causal and whole and shift % 64 == 0
     # two consumers begin with the same block of 128 keys, where tiles begin at multiples of 128 (`Walk.placed`)
-    return config.block_n == 128 and shift % 128 == 0 and -s.tokens % 128 < 64
+    return s.causal and whole and config.block_n == 128 and shift % 128 == 0 and -s.tokens % 128 < 64
 
 
 def _chosen_tiles(s: Shape, config: HopperConfig, window: Window, wide: int, arch: Any) -> tuple[HopperConfig, str]:
