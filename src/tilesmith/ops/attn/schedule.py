@@ -129,9 +129,9 @@ def placed_steps(
     cores. Half blocks on the diagonal are taken from the mean: they spare the masks of all other blocks, too.
 
     Tiles end where the queries do, to the `positions` of a consumer (`Walk.placed`), so that the tile with fewer
-    queries is one of the first. skip: consumers leave out blocks that only others see (SKIP). half: only
-    the last block that a consumer sees has a mask (ONE_MASK). Where it sees at most the first half of that, the first
-    of two makes that half alone (HALF); of three the masks that are spared count as much.
+    queries is one of the first. skip: consumers leave out blocks that only others see (SKIP). half: only the
+    last block that a consumer sees has a mask (ONE_MASK). Where it sees at most the first half of that, the first of
+    two makes that half alone (HALF); of three the masks that are spared count as much.
     """
     block_m, shift, found = consumers * positions, keys - tokens, []
     blocks = cdiv(tokens, block_m)
